@@ -1,0 +1,324 @@
+"""One module owns an engine's life: address, key, start, readiness, restart, end; and attaching to one that runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx2
+import openai
+import psutil
+from openai import AsyncOpenAI
+
+from gristmill.engines import ENGINES, Address, Engine, Launch, engine_environment
+from gristmill.errors import GristmillError
+
+_PORT_TRIES = 5
+_POLL_S = 0.2
+_PORT_TAKEN = re.compile(r"address already in use|errno 98|couldn't bind|failed to bind", re.I)
+_PROBES = {
+    "/embeddings": {"input": "ping"},
+    "/completions": {"prompt": "ping", "max_tokens": 1},
+    "/responses": {"input": "ping", "max_output_tokens": 16},
+    "/chat/completions": {"messages": [{"role": "user", "content": "ping"}], "max_tokens": 1},
+}
+
+
+class EndpointGone(Exception):
+    """The engine's process ended."""
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """A running endpoint: base URL ending in /v1, key, and the model name to probe it with (None: no probe)."""
+
+    url: str
+    key: str
+    model: str | None
+
+
+class AttachedEndpoint:
+    """An endpoint that somebody else runs. It is never started or ended from here."""
+
+    name = "the endpoint"
+    restarts_left = 0
+
+    def __init__(self, attachment: Attachment, route: str) -> None:
+        self._attachment, self._route = attachment, route
+        self.client = _client(attachment.url, attachment.key, None)
+
+    async def __aenter__(self) -> Self:
+        model = self._attachment.model
+        try:
+            if model is None:
+                await self.client.models.list()
+            else:
+                await _probe(self.client, model, self._route)
+        except openai.APIStatusError as error:
+            await self.client.close()
+            raise _refused(error, self._attachment.url) from error
+        except openai.APIConnectionError as error:
+            await self.client.close()
+            cause = error.__cause__ or error
+            raise GristmillError(
+                f"nothing answers at the endpoint: {cause}",
+                where=self._attachment.url,
+                help="start it, or correct endpoint.url; curl URL/models shows whether it answers",
+            ) from error
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.client.close()
+
+    def alive(self) -> bool:
+        return True
+
+    async def revive(self) -> None:
+        raise EndpointGone
+
+
+class EngineEndpoint:
+    """An engine of our own as an async context manager: ready inside, gone with all its processes after."""
+
+    def __init__(self, launch: Launch, route: str, log: Path, start_timeout_s: float, restarts: int) -> None:
+        self.name = f"the {launch.model.engine} engine"
+        self.log = log
+        self.restarts_left = restarts
+        self._launch, self._route = launch, route
+        self._engine: Engine = ENGINES[launch.model.engine]
+        self._start_timeout_s = start_timeout_s
+        self._folder = Path()
+        self._key = ""
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._lock = asyncio.Lock()
+        self.client: AsyncOpenAI
+
+    async def __aenter__(self) -> Self:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._folder = Path(tempfile.mkdtemp(prefix="gristmill-"))  # mode 0700
+        try:
+            self._key = secrets.token_urlsafe(32)
+            key_file = self._folder / "key"
+            key_file.touch(mode=0o600)
+            key_file.write_text(self._key)
+            await self._start()
+        except BaseException:
+            await self._end()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Shielded: a second SIGTERM must not leave an engine behind.
+        await asyncio.shield(self._end())
+
+    def alive(self) -> bool:
+        """Whether the engine's process is there."""
+        return self._keeper is not None and self._keeper.poll() is None
+
+    async def revive(self) -> None:
+        """Start the engine again if it died. Raises EndpointGone when it may not be started once more."""
+        async with self._lock:
+            if self.alive():
+                return
+            if self.restarts_left <= 0:
+                raise EndpointGone
+            self.restarts_left -= 1
+            print(f"{self.name} died (status {self._status()}); starting it again", file=sys.stderr, flush=True)
+            await self.client.close()
+            await self._stop()
+            await self._start()
+
+    async def _start(self) -> None:
+        for attempt in range(1, _PORT_TRIES + 1):
+            mark = self.log.stat().st_size if self.log.exists() else 0
+            launch = replace(self._launch, address=self._choose_address())
+            self._spawn(launch)
+            self.client = _client(f"{launch.address.url}/v1", self._key, launch.address.socket)
+            try:
+                await self._wait_ready(launch)
+                return
+            except GristmillError:
+                await self.client.close()
+                await self._stop()
+                if attempt == _PORT_TRIES or not _PORT_TAKEN.search(_tail(self.log, mark, 1 << 20)):
+                    raise
+            except BaseException:
+                await self.client.close()
+                raise
+
+    def _choose_address(self) -> Address:
+        if self._engine.unix_socket:
+            path = self._folder / "engine.sock"
+            path.unlink(missing_ok=True)
+            if len(os.fsencode(path)) < 100:  # the kernel's limit is 108 bytes
+                return Address(socket=path)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return Address(port=probe.getsockname()[1])
+
+    def _spawn(self, launch: Launch) -> None:
+        command = self._engine.command(launch)
+        keeper = [sys.executable, "-m", "gristmill.keeper", str(self._engine.grace_s)]
+        environment = engine_environment(self._engine, launch.model, self._key, os.environ)
+        ours = str(Path(__file__).parents[1])
+        # The keeper needs our package and the engine must not see it: `env -u` stands between the two.
+        unset = ["env", "-u", "PYTHONPATH"] if self._engine.own_python else []
+        environment["PYTHONPATH"] = ours
+        with self.log.open("ab") as log:
+            self._keeper = subprocess.Popen(
+                [*keeper, *unset, *command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
+
+    async def _wait_ready(self, launch: Launch) -> None:
+        """Ready is: /health says 200, and one tiny generation succeeds."""
+        deadline = time.monotonic() + self._start_timeout_s
+        health = f"{launch.address.url}/health"
+        seen = "no answer"
+        async with httpx2.AsyncClient(transport=_transport(launch.address.socket), timeout=10) as http:
+            while True:
+                if not self.alive():
+                    raise self._failed(f"it ended with status {self._status()} before it was ready")
+                if time.monotonic() > deadline:
+                    raise self._failed(f"it was not ready after {self._start_timeout_s:g} s ({health}: {seen})")
+                try:
+                    response = await http.get(health)
+                    seen = f"HTTP {response.status_code}"
+                    if response.status_code == 200:
+                        break
+                except httpx2.HTTPError as error:
+                    seen = str(error) or type(error).__name__
+                await asyncio.sleep(_POLL_S)
+        while True:
+            try:
+                await _probe(self.client, launch.names[0], self._route)
+                return
+            except openai.APIStatusError as error:
+                if error.status_code < 500 and error.status_code != 429:
+                    raise self._failed(f"its first answer was {error.status_code}: {error.message}") from error
+                seen = f"HTTP {error.status_code}"
+            except openai.APIConnectionError as error:
+                seen = str(error.__cause__ or error)
+            if not self.alive():
+                raise self._failed(f"it ended with status {self._status()} at its first request")
+            if time.monotonic() > deadline:
+                raise self._failed(f"it gave no answer within {self._start_timeout_s:g} s ({seen})")
+            await asyncio.sleep(_POLL_S)
+
+    def _status(self) -> int | None:
+        return self._keeper.poll() if self._keeper else None
+
+    def _failed(self, what: str) -> GristmillError:
+        return GristmillError(
+            f"{self.name} did not start: {what}\n  last lines of its log:\n{indented(_tail(self.log, 0, 3000))}",
+            where=str(self.log),
+            help=f"correct the model's entry in the registry or endpoint.args (model path: {self._launch.path}); "
+            "then run the same command again",
+        )
+
+    async def _end(self) -> None:
+        try:
+            if hasattr(self, "client"):
+                with contextlib.suppress(Exception):
+                    await self.client.close()
+            await self._stop()
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _stop(self) -> None:
+        """End the engine and verify that no process of it is left."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is None:
+            return
+        family = _family(keeper.pid)
+        assert keeper.stdin is not None
+        keeper.stdin.close()  # the leash
+        deadline = time.monotonic() + self._engine.grace_s + 10
+        while keeper.poll() is None and time.monotonic() < deadline:
+            family |= _family(keeper.pid)
+            await asyncio.sleep(0.05)
+        if keeper.poll() is None:
+            keeper.kill()
+            keeper.wait()
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        left = psutil.wait_procs(family, timeout=10)[1]
+        left = [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        if left:
+            pids = ", ".join(str(process.pid) for process in left)
+            raise GristmillError(f"{self.name} left processes that SIGKILL does not end: {pids}", help="tell your admin")
+
+
+def _family(pid: int) -> set[psutil.Process]:
+    try:
+        return set(psutil.Process(pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return set()
+
+
+def _transport(path: Path | None) -> httpx2.AsyncHTTPTransport:
+    return httpx2.AsyncHTTPTransport(uds=str(path) if path else None, retries=0)
+
+
+def _client(url: str, key: str, socket_path: Path | None) -> AsyncOpenAI:
+    """An OpenAI client that never retries by itself and never takes a proxy for an engine of ours."""
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+    if socket_path is not None:
+        transport = httpx2.AsyncHTTPTransport(uds=str(socket_path), limits=limits)
+        http = httpx2.AsyncClient(transport=transport, timeout=None)
+    else:
+        loopback = url.startswith("http://127.0.0.1:")
+        http = openai.DefaultAioHttpClient(timeout=None, limits=limits, trust_env=not loopback)
+    return AsyncOpenAI(base_url=url, api_key=key, max_retries=0, http_client=http)
+
+
+async def _probe(client: AsyncOpenAI, model: str, route: str) -> None:
+    body = {"model": model, **_PROBES[route]}
+    await client.post(route, cast_to=httpx2.Response, body=body, options={"timeout": 120})
+
+
+def _refused(error: openai.APIStatusError, url: str) -> GristmillError:
+    if error.status_code in (401, 403):
+        help = "give the key by endpoint.api_key_env or endpoint.api_key_file"
+    elif error.status_code == 404:
+        help = "correct `model` (curl URL/models lists the names) or endpoint.url (it ends in /v1)"
+    else:
+        help = "look at the endpoint's log"
+    return GristmillError(f"the endpoint refuses: HTTP {error.status_code}: {error.message}", where=url, help=help)
+
+
+def _tail(log: Path, start: int, size: int) -> str:
+    try:
+        with log.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(start, end - size))
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def indented(text: str, lines: int = 15) -> str:
+    """The last lines of a text, for an error message."""
+    return "\n".join(f"    | {line}" for line in text.strip().splitlines()[-lines:]) or "    | (empty)"

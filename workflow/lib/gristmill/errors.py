@@ -1,0 +1,83 @@
+"""What a person is told when something is wrong: what was found, where, and what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn, TextIO, cast
+
+
+class GristmillError(Exception):
+    """Trouble that a person can mend.
+
+    found: what was found, a sentence without a full stop.
+    where: file and line, or the key of the campaign.
+    help: the command or the edit that helps.
+    """
+
+    def __init__(self, found: str, *, where: str | None = None, help: str | None = None) -> None:
+        self.found, self.where, self.help = found, where, help
+        lines = [found]
+        if where:
+            lines.append(f"  where: {where}")
+        if help:
+            lines.append(f"  help:  {help}")
+        super().__init__("\n".join(lines))
+
+
+def disk_error(error: OSError) -> GristmillError | None:
+    """The message for a full disk or quota, or None if `error` is something else."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    where = str(error.filename) if error.filename else os.getcwd()
+    return GristmillError(
+        f"the disk is full: {error.strerror}",
+        where=where,
+        help="free some space (df -h shows how much is left) and run the same command again; "
+        "every answer that reached the journal is kept and is not asked for again",
+    )
+
+
+class _Tee:
+    """Standard error, written to a log file as well."""
+
+    def __init__(self, stream: TextIO, log: TextIO) -> None:
+        self._stream, self._log = stream, log
+
+    def write(self, text: str) -> int:
+        self._log.write(text)
+        self._log.flush()
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+@contextlib.contextmanager
+def reported(log: str | None = None) -> Iterator[None]:
+    """Print a GristmillError (and a full disk) without a traceback and exit with status 1.
+
+    log: a file that gets everything written to standard error as well.
+    """
+    with contextlib.ExitStack() as stack:
+        if log is not None:
+            file = stack.enter_context(Path(log).open("w", encoding="utf-8"))
+            stack.enter_context(contextlib.redirect_stderr(cast(TextIO, _Tee(sys.stderr, file))))
+        try:
+            yield
+        except GristmillError as error:
+            _exit(error)
+        except OSError as error:
+            known = disk_error(error)
+            if known is None:
+                raise
+            _exit(known)
+
+
+def _exit(error: GristmillError) -> NoReturn:
+    print(f"gristmill: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(1) from error

@@ -1,0 +1,140 @@
+"""The journal: every answer as it arrives, in append-only JSONL, one file an attempt of a group.
+
+A record is one line: {"fingerprint", "id", "outcome", "answer", "usage", "timings", "attempts", "http_status", "raw"};
+`raw` is the response body as text, from which merge reads everything else. Two writers never share a file,
+nothing is ever changed, and a record counts only when its newline is there, so a torn tail costs itself alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import orjson
+
+_PREFIX = b'{"fingerprint":"'
+_FINGERPRINT = slice(len(_PREFIX), len(_PREFIX) + 32)
+
+
+class Place(NamedTuple):
+    """Where a record stands: file, offset and length in bytes."""
+
+    path: Path
+    offset: int
+    length: int
+
+
+class Journal:
+    """The journal file of one attempt, for appending. Every record reaches the operating system at once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._size = os.fstat(self._fd).st_size
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Write one record whole, or raise OSError (disk full) with the file as it was before."""
+        line = encode(record)
+        rest = memoryview(line)
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError as error:
+            os.ftruncate(self._fd, self._size)
+            error.filename = str(self.path)
+            raise
+        self._size += len(line)
+
+    def close(self) -> None:
+        """Flush to the disk and close; a journal without records is removed."""
+        if self._fd < 0:
+            return
+        os.fsync(self._fd)
+        os.close(self._fd)
+        self._fd = -1
+        if self._size == 0:
+            self.path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def encode(record: dict[str, Any]) -> bytes:
+    """A record as a line; `fingerprint` comes first, at a fixed place, so that scanning need not parse."""
+    ordered = {"fingerprint": record["fingerprint"], **record}
+    return orjson.dumps(ordered) + b"\n"
+
+
+def scan(folder: Path, wanted: dict[str, set[str]]) -> dict[tuple[str, str], Place]:
+    """Where the answers to `wanted` (fingerprint → ids) stand in the journals of a folder.
+
+    Of several records for one request the first in the order of file names counts. Torn lines are passed over.
+    """
+    found: dict[tuple[str, str], Place] = {}
+    keys = {fingerprint.encode() for fingerprint in wanted}
+    for path in sorted(folder.glob("*.jsonl")):
+        for offset, line in _lines(path):
+            if line[_FINGERPRINT] not in keys:
+                continue
+            record = _parse(line)
+            if record is None:
+                continue
+            key = (record["fingerprint"], record["id"])
+            if key not in found and record["id"] in wanted.get(record["fingerprint"], ()):
+                found[key] = Place(path, offset, len(line))
+    return found
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    offset = 0
+    with path.open("rb", 1 << 20) as file:
+        for line in file:
+            if line.startswith(_PREFIX) and line.endswith(b"\n"):
+                yield offset, line
+            offset += len(line)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    return record if isinstance(record, dict) and {"fingerprint", "id", "outcome", "raw"} <= record.keys() else None
+
+
+class Reader:
+    """Reads records at their places, keeping the file last used open."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._fd = -1
+
+    def read(self, place: Place) -> bytes:
+        """The record's line, newline included."""
+        if place.path != self._path:
+            self.close()
+            self._fd = os.open(place.path, os.O_RDONLY)
+            self._path = place.path
+        return os.pread(self._fd, place.length, place.offset)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._path, self._fd = None, -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

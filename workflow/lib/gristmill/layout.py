@@ -1,0 +1,92 @@
+"""Where a campaign keeps things: every path under results/<campaign>/, and how given paths are found."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from gristmill.errors import GristmillError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Paths of one campaign's results, relative to the working directory."""
+
+    campaign: str
+
+    @property
+    def root(self) -> Path:
+        return Path("results") / self.campaign
+
+    @property
+    def manifest(self) -> Path:
+        return self.root / "manifest.json"
+
+    @property
+    def runner(self) -> Path:
+        """Which Snakemake process runs the campaign."""
+        return self.root / "runner.json"
+
+    @property
+    def shards(self) -> Path:
+        return self.root / "shards"
+
+    @property
+    def checked(self) -> Path:
+        return self.root / "checked.json"
+
+    @property
+    def journal(self) -> Path:
+        return self.root / "journal"
+
+    @property
+    def answers(self) -> Path:
+        return self.root / "answers"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def table(self) -> Path:
+        return self.root / "answers.parquet"
+
+    @property
+    def errors(self) -> Path:
+        return self.root / "errors.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.json"
+
+    @property
+    def complete(self) -> Path:
+        return self.root / "complete"
+
+
+def find_file(given: str, project: Path, what: str) -> Path:
+    """A path of the campaign: as it stands from the working directory, else from the project's folder.
+
+    `$VARIABLES` and `~` are expanded. Raises GristmillError when it is in neither place.
+    """
+    path = Path(os.path.expandvars(given)).expanduser()
+    for candidate in (path, project / path):
+        if candidate.exists():
+            return candidate
+    raise GristmillError(
+        f"{what} does not exist: {given}",
+        where=f"looked in {Path.cwd()} and {project}",
+        help="correct the path in the campaign file",
+    )
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` by `text` so that a reader sees the old or the new content, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

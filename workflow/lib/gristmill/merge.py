@@ -1,0 +1,386 @@
+"""Answers of all groups to answers.parquet: input order, declared schema, constant memory, completeness proved."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from gristmill import __version__
+from gristmill.errors import GristmillError
+from gristmill.layout import Layout, write_atomically
+from gristmill.manifest import Shard
+from gristmill.outcomes import Answer, AnswerCheck, interpret
+from gristmill.shards import id_hash, shard_path
+
+_ROW_GROUP_BYTES = 32 << 20
+_ROW_GROUP_ROWS = 100_000
+_BATCH_BYTES = 16 << 20
+_WORTH_PROCESSES = 20_000  # rows; fewer are converted sooner than processes start
+
+_BEFORE = {
+    "id": pa.string(),
+    "status": pa.string(),
+    "answer": pa.string(),
+    "label": pa.string(),
+    "confidence": pa.float64(),
+}
+_AFTER = {
+    "reasoning": pa.string(),
+    "finish_reason": pa.string(),
+    "error_code": pa.string(),
+    "error_message": pa.string(),
+    "prompt_tokens": pa.int64(),
+    "completion_tokens": pa.int64(),
+    "latency_s": pa.float64(),
+    "attempts": pa.int32(),
+    "model": pa.string(),
+    "fingerprint": pa.string(),
+    "source_file": pa.string(),
+    "source_row": pa.int64(),
+    "raw": pa.string(),
+}
+_SCALARS = {"string": pa.string(), "integer": pa.int64(), "number": pa.float64(), "boolean": pa.bool_()}
+
+
+@dataclass(frozen=True)
+class Table:
+    """The declared form of answers.parquet.
+
+    properties: property of the answer schema → (column, type); a property that has no scalar type of its own is
+    kept as JSON text. keep: input column → column; one whose name is taken is called input_<name>.
+    """
+
+    properties: dict[str, tuple[str, pa.DataType]]
+    keep: dict[str, str]
+
+    def schema(self) -> pa.Schema:
+        middle = {column: kind for column, kind in self.properties.values() if column not in _BEFORE}
+        fields = {**_BEFORE, **middle, **_AFTER, **dict.fromkeys(self.keep.values(), pa.string())}
+        metadata = {"gristmill": __version__}
+        return pa.schema([pa.field(name, kind) for name, kind in fields.items()], metadata=metadata)
+
+
+def table_for(check: AnswerCheck, keep: Sequence[str]) -> Table:
+    """The table of a campaign with this answer check and these kept columns."""
+    taken = set(_BEFORE) | set(_AFTER)
+    properties: dict[str, tuple[str, pa.DataType]] = {}
+    for name, schema in ((check.schema or {}).get("properties") or {}).items():
+        kind = _column_type(schema)
+        if name == "label" and kind == pa.string():
+            properties[name] = ("label", kind)
+            continue
+        column = f"answer_{name}" if name in taken else name
+        taken.add(column)
+        properties[name] = (column, kind)
+    columns = {}
+    for name in keep:
+        column = f"input_{name}" if name in taken else name
+        if column in taken:
+            raise GristmillError(
+                f"two columns of answers.parquet would be called {column!r}", help="rename the column in documents.keep"
+            )
+        taken.add(column)
+        columns[name] = column
+    return Table(properties, columns)
+
+
+def _column_type(schema: Any) -> pa.DataType:
+    if not isinstance(schema, dict):
+        return pa.string()
+    kinds = schema.get("type")
+    names = [kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if kind != "null"]
+    if names == [None] and isinstance(schema.get("enum"), list) and all(isinstance(v, str) for v in schema["enum"]):
+        return pa.string()
+    return _SCALARS.get(str(names[0]), pa.string()) if len(names) == 1 else pa.string()
+
+
+@dataclass
+class Summary:
+    """What came of a campaign: rows by status, errors by code, tokens, and the agreement with gold labels."""
+
+    rows: int = 0
+    statuses: Counter[str] = field(default_factory=Counter)
+    error_codes: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    gold_rows: int = 0
+    gold_right: int = 0
+
+    def add(self, other: Summary) -> None:
+        """Count another summary in."""
+        self.rows += other.rows
+        self.statuses.update(other.statuses)
+        self.error_codes.update(other.error_codes)
+        self.prompt_tokens += other.prompt_tokens
+        self.completion_tokens += other.completion_tokens
+        self.gold_rows += other.gold_rows
+        self.gold_right += other.gold_right
+
+    @property
+    def not_ok_share(self) -> float:
+        """Share of rows that are not `ok`."""
+        return 1 - self.statuses["ok"] / self.rows if self.rows else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        accuracy = self.gold_right / self.gold_rows if self.gold_rows else None
+        return {
+            "rows": self.rows,
+            "ok": self.statuses["ok"],
+            "invalid": self.statuses["invalid"],
+            "error": self.statuses["error"],
+            "not_ok_share": self.not_ok_share,
+            "error_codes": dict(self.error_codes.most_common()),
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "gold": {"rows": self.gold_rows, "right": self.gold_right, "accuracy": accuracy} if self.gold_rows else None,
+        }
+
+
+@dataclass(frozen=True)
+class Part:
+    """One shard's answers to convert."""
+
+    path: Path
+    source_file: str
+    rows: int
+    table: Table
+    check: AnswerCheck
+    gold: str | None
+
+
+@dataclass
+class Converted:
+    """A shard's answers as Arrow batches (serialised), the lines of errors.jsonl, and their count."""
+
+    batches: list[bytes]
+    errors: bytes
+    summary: Summary
+
+
+def convert(part: Part) -> Converted:
+    """Read one shard's answers, interpret and type them."""
+    schema = part.table.schema()
+    columns: dict[str, list[Any]] = {name: [] for name in schema.names}
+    result = Converted([], b"", Summary())
+    errors: list[bytes] = []
+    size = 0
+    with part.path.open("rb", 1 << 20) as lines:
+        for line in lines:
+            row = orjson.loads(line)
+            answer, record = _answer_of(row, part.check)
+            values = _values(answer, part.table)
+            _append(columns, row, record, answer, values, part)
+            _count(result.summary, answer, row, part)
+            if answer.status != "ok":
+                errors.append(_error_line(row, answer, part.source_file))
+            size += len(line)
+            if size > _BATCH_BYTES:
+                result.batches.append(_serialised(columns, schema))
+                columns, size = {name: [] for name in schema.names}, 0
+    if columns["id"]:
+        result.batches.append(_serialised(columns, schema))
+    result.errors = b"".join(errors)
+    return result
+
+
+def _answer_of(row: dict[str, Any], check: AnswerCheck) -> tuple[Answer, dict[str, Any] | None]:
+    if "error" in row:
+        code, message = row["error"]
+        return Answer("error", error_code=code, error_message=message), None
+    record = row["record"]
+    return interpret(record["http_status"], record["raw"], row["route"], check), record
+
+
+def _values(answer: Answer, table: Table) -> dict[str, Any]:
+    """The typed columns of an answer; one that does not fit its type makes the row `invalid`."""
+    typed = {}
+    for name, (column, kind) in table.properties.items():
+        value = answer.values.get(name)
+        if value is None:
+            typed[column] = None
+        elif kind == pa.string():
+            typed[column] = value if isinstance(value, str) else orjson.dumps(value).decode()
+        elif kind == pa.float64():
+            typed[column] = float(value)
+        elif kind == pa.int64() and not -(2**63) <= (value := int(value)) < 2**63:
+            typed[column] = None
+            answer.status, answer.error_code = "invalid", "number_out_of_range"
+            answer.error_message = f"{name} is beyond 64 bits"
+        else:
+            typed[column] = value
+    return typed
+
+
+def _append(
+    columns: dict[str, list[Any]],
+    row: dict[str, Any],
+    record: dict[str, Any] | None,
+    answer: Answer,
+    values: dict[str, Any],
+    part: Part,
+) -> None:
+    columns["id"].append(row["id"])
+    columns["status"].append(answer.status)
+    columns["answer"].append(answer.answer)
+    columns["confidence"].append(None)
+    columns["reasoning"].append(answer.reasoning)
+    columns["finish_reason"].append(answer.finish_reason)
+    columns["error_code"].append(answer.error_code)
+    columns["error_message"].append(answer.error_message)
+    columns["prompt_tokens"].append(answer.prompt_tokens)
+    columns["completion_tokens"].append(answer.completion_tokens)
+    columns["latency_s"].append(record["timings"]["latency_s"] if record else None)
+    columns["attempts"].append(record["attempts"] if record else 0)
+    columns["model"].append(answer.model or row["model"])
+    columns["fingerprint"].append(row["fingerprint"])
+    columns["source_file"].append(part.source_file)
+    columns["source_row"].append(row["row"])
+    columns["raw"].append(record["raw"] if record else None)
+    columns["label"].append(values.pop("label", answer.label))
+    for column, value in values.items():
+        columns[column].append(value)
+    for name, column in part.table.keep.items():
+        columns[column].append(row["keep"].get(name))
+
+
+def _count(summary: Summary, answer: Answer, row: dict[str, Any], part: Part) -> None:
+    summary.rows += 1
+    summary.statuses[answer.status] += 1
+    if answer.status != "ok":
+        summary.error_codes[answer.error_code or "unknown"] += 1
+    summary.prompt_tokens += answer.prompt_tokens or 0
+    summary.completion_tokens += answer.completion_tokens or 0
+    if part.gold is not None and (right := row["keep"].get(part.gold)) is not None:
+        summary.gold_rows += 1
+        summary.gold_right += answer.status == "ok" and answer.label == right
+
+
+def _error_line(row: dict[str, Any], answer: Answer, source_file: str) -> bytes:
+    return (
+        orjson.dumps(
+            {
+                "id": row["id"],
+                "status": answer.status,
+                "error_code": answer.error_code,
+                "error_message": answer.error_message,
+                "source_file": source_file,
+                "source_row": row["row"],
+            }
+        )
+        + b"\n"
+    )
+
+
+def _serialised(columns: dict[str, list[Any]], schema: pa.Schema) -> bytes:
+    batch = pa.record_batch([pa.array(columns[f.name], f.type) for f in schema], schema=schema)
+    return bytes(batch.serialize())
+
+
+def merge(
+    parts: Sequence[Part], shards: Sequence[Shard], layout: Layout, workers: int, outputs: tuple[Path, Path, Path]
+) -> Summary:
+    """Write answers.parquet, errors.jsonl and summary.json (`outputs`) and prove that the table is complete.
+
+    parts: one for each shard, in the shards' order, which is the order of the inputs. workers: processes that convert.
+    Raises GristmillError naming what is missing, twice or out of place; then no output is left.
+    """
+    table_path, errors_path, summary_path = outputs
+    schema = parts[0].table.schema()
+    summary = Summary()
+    temporary = table_path.with_name(f".{table_path.name}.{os.getpid()}.tmp")
+    temporary_errors = errors_path.with_name(f".{errors_path.name}.{os.getpid()}.tmp")
+    try:
+        with (
+            temporary_errors.open("wb") as errors,
+            pq.ParquetWriter(temporary, schema, compression="zstd", compression_level=1) as writer,
+        ):
+            waiting: list[pa.RecordBatch] = []
+            for converted in _converted(parts, workers):
+                summary.add(converted.summary)
+                errors.write(converted.errors)
+                waiting += [pa.ipc.read_record_batch(pa.py_buffer(data), schema) for data in converted.batches]
+                rows, size = sum(b.num_rows for b in waiting), sum(b.nbytes for b in waiting)
+                if rows >= _ROW_GROUP_ROWS or size >= _ROW_GROUP_BYTES:
+                    writer.write_table(pa.Table.from_batches(waiting, schema))
+                    waiting = []
+            if waiting:
+                writer.write_table(pa.Table.from_batches(waiting, schema))
+        prove_complete(temporary, shards, layout.shards)
+        temporary_errors.replace(errors_path)
+        temporary.replace(table_path)
+    finally:
+        temporary.unlink(missing_ok=True)
+        temporary_errors.unlink(missing_ok=True)
+    write_atomically(summary_path, json.dumps(summary.as_json(), indent=1) + "\n")
+    return summary
+
+
+def _converted(parts: Sequence[Part], workers: int) -> Iterator[Converted]:
+    """Convert in order, a few shards ahead of the writer."""
+    if workers <= 1 or sum(part.rows for part in parts) < _WORTH_PROCESSES:
+        yield from map(convert, parts)
+        return
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        ahead: list[Future[Converted]] = []
+        for part in parts:
+            ahead.append(pool.submit(convert, part))
+            if len(ahead) > workers + 1:
+                yield ahead.pop(0).result()
+        for future in ahead:
+            yield future.result()
+
+
+def prove_complete(table: Path, shards: Sequence[Shard], shard_root: Path) -> None:
+    """Read the ids back from the table and compare them with the shards' own, one by one and in order.
+
+    The ids of the shards were proved unique before anything was sent; so every id is there exactly once.
+    """
+    with pq.ParquetFile(table) as file:
+        written = _hashes_of(file)
+        for shard in shards:
+            expected = np.fromfile(shard_path(shard_root, shard).with_suffix(".ids"), dtype="V16")
+            for place, want in enumerate(expected.tolist()):
+                got = next(written, None)
+                if got is None or got[1] != want:
+                    found = "nothing" if got is None else repr(got[0])
+                    raise GristmillError(
+                        f"the table is not complete: row {place + 1} of shard {shard.name} should be there, "
+                        f"found {found}",
+                        where=str(table),
+                        help="run again; if it comes back, delete the results' answers/ folder (the journal keeps all)",
+                    )
+        extra = next(written, None)
+        if extra is not None:
+            raise GristmillError(f"the table has a row too many: {extra[0]!r}", where=str(table))
+
+
+def _hashes_of(file: pq.ParquetFile) -> Iterator[tuple[str, bytes]]:
+    for batch in file.iter_batches(batch_size=8192, columns=["id"]):
+        for id in batch.column(0).to_pylist():
+            yield id, id_hash(id)
+
+
+def verdict(summary: dict[str, Any], max_error_share: float, layout: Layout) -> None:
+    """Raise GristmillError when more rows than allowed are not `ok`; everything stays written."""
+    if summary["not_ok_share"] <= max_error_share:
+        return
+    bad = summary["invalid"] + summary["error"]
+    codes = ", ".join(f"{code} {count:,}" for code, count in list(summary["error_codes"].items())[:8])
+    raise GristmillError(
+        f"{bad:,} of {summary['rows']:,} rows ({summary['not_ok_share']:.2%}) are not ok, "
+        f"more than limits.max_error_share = {max_error_share:g} allows: {codes}",
+        where=f"{layout.errors} says which; the table is complete all the same: {layout.table}",
+        help="correct the inputs or the prompt and run again, or raise limits.max_error_share",
+    )

@@ -1,0 +1,246 @@
+"""A campaign put together: what the rules need to know of it when they are parsed, and what each job does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from gristmill import shards as shard_files
+from gristmill.campaign import Campaign, load_campaign, parse_campaign
+from gristmill.endpoint import Attachment
+from gristmill.engines import ENGINES, URL_CONCURRENCY, Address, Launch
+from gristmill.errors import GristmillError
+from gristmill.group import RUNNER_PID, Job, run_group
+from gristmill.layout import Layout, find_file, write_atomically
+from gristmill.manifest import Manifest, Shard, digest_of, read_manifest, update_manifest
+from gristmill.merge import Part, merge, table_for, verdict
+from gristmill.outcomes import AnswerCheck
+from gristmill.registry import Model, load_model, model_path
+from gristmill.requests import Recipe, recipe
+
+# Part of what decides whether a finished group is done again: raise it when requests or answer lines of the same
+# campaign come out differently (tests/test_output_version.py notices).
+OUTPUT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """A campaign with everything its files say, and its inputs as they are cut."""
+
+    campaign: Campaign
+    project: Path
+    layout: Layout
+    manifest: Manifest
+    recipe: Recipe
+    check: AnswerCheck
+    model: Model | None
+
+    @classmethod
+    def at_parse(cls, config: dict[str, Any], project: Path, main: bool) -> Run:
+        """The campaign when the workflow is parsed; the main process looks at the inputs and writes the manifest."""
+        os.environ[RUNNER_PID] = str(os.getpid())
+        campaign = parse_campaign(config, where="the campaign file")
+        layout = Layout(campaign.campaign)
+        manifest = update_manifest(campaign, project) if main else read_manifest(campaign)
+        run = cls._assemble(campaign, project, layout, manifest)
+        if main:
+            print(run.describe(), file=sys.stderr)
+            _note_stale_lock(layout)
+        return run
+
+    @classmethod
+    def in_job(cls, config: dict[str, Any], script_folder: str) -> Run:
+        """The campaign inside a job, with the manifest that the main process wrote."""
+        campaign = parse_campaign(config, where="the campaign file")
+        project = Path(script_folder).parents[1]
+        return cls._assemble(campaign, project, Layout(campaign.campaign), read_manifest(campaign))
+
+    @classmethod
+    def _assemble(cls, campaign: Campaign, project: Path, layout: Layout, manifest: Manifest) -> Run:
+        model, names = None, None
+        if campaign.endpoint.url is None:
+            assert campaign.model is not None
+            model = load_model(campaign.model, find_file(campaign.registry, project, "the model registry"))
+            names = (campaign.model, *model.aliases)
+        template = schema = None
+        if campaign.prompt is not None:
+            template = find_file(campaign.prompt, project, "the prompt template").read_text(encoding="utf-8")
+        if campaign.answer is not None and campaign.answer.schema_ is not None:
+            schema = _read_schema(find_file(campaign.answer.schema_, project, "answer.schema"))
+        made = recipe(campaign, names, template, schema)
+        check = AnswerCheck(made.labels, made.schema)
+        table_for(check, campaign.documents.keep if campaign.documents else ())
+        return cls(campaign, project, layout, manifest, made, check, model)
+
+    def describe(self) -> str:
+        """One line: how much there is to do."""
+        rows, shards, groups = self.manifest.rows, len(self.manifest.shards), len(self.manifest.groups)
+        through = self.campaign.endpoint.url or f"{self.campaign.model} on {self.model.engine if self.model else '?'}"
+        empty = [source.path for source in self.manifest.sources if source.kind == "empty"]
+        note = f"; empty: {', '.join(empty)}" if empty else ""
+        return (
+            f"campaign {self.campaign.campaign}: {_many(rows, 'request')} in {_many(shards, 'shard')}, "
+            f"{_many(groups, 'group')}, through {through}{note}"
+        )
+
+    # -- what a rule's jobs depend on: a job is done again when one of these changes ---------------------------------
+
+    def source_state(self, key: str) -> str:
+        """Changes when the shard files of a source must be written again."""
+        return _digest(digest_of(self.manifest.shards_of(key)), self.recipe.digest(), OUTPUT_VERSION)
+
+    def group_state(self, name: str) -> str:
+        """Changes when the answers of a group must be looked up again."""
+        return _digest(digest_of(self.manifest.groups[name]), self.recipe.digest(), OUTPUT_VERSION)
+
+    def state(self) -> str:
+        """Changes when the table must be written again."""
+        parts = [digest_of(self.manifest.groups[name]) for name in self.manifest.groups]
+        return _digest(digest_of(self.manifest.shards), *parts, self.recipe.digest(), repr(self.campaign.gold), OUTPUT_VERSION)
+
+    def sources_of(self, group: str) -> list[str]:
+        """Keys of the sources that a group's shards come from."""
+        return list(dict.fromkeys(shard.source.key for shard in self.manifest.groups[group]))
+
+    def source_keys(self) -> list[str]:
+        """Keys of the sources that have rows."""
+        return list(dict.fromkeys(shard.source.key for shard in self.manifest.shards))
+
+    # -- what a rule's job does -----------------------------------------------------------------------------------
+
+    def cut(self, key: str, output: str) -> None:
+        """The job of rule `shard`."""
+        shard_files.write_shards(self.manifest.source(key), self.manifest.shards_of(key), self.recipe, Path(output))
+
+    def check_inputs(self, output: str) -> None:
+        """The job of rule `check`."""
+        counts = shard_files.check_shards(self.manifest.shards, self.layout.shards)
+        write_atomically(Path(output), json.dumps(counts) + "\n")
+
+    def ask(self, group: str, output: str) -> None:
+        """The job of rule `infer`."""
+        settings = self.campaign.endpoint
+        run_group(
+            Job(
+                name=group,
+                shards=self.manifest.groups[group],
+                layout=self.layout,
+                target=self._target,
+                check=self.check,
+                concurrency=self.concurrency,
+                start_timeout_s=settings.start_timeout,
+                restarts=settings.restarts,
+            ),
+            Path(output),
+        )
+
+    def write_table(self, outputs: tuple[str, str, str], workers: int) -> None:
+        """The job of rule `merge`."""
+        table = table_for(self.check, self.campaign.documents.keep if self.campaign.documents else ())
+        group_of = {shard.name: name for name, shards in self.manifest.groups.items() for shard in shards}
+        gold = self.campaign.gold.column if self.campaign.gold else None
+        parts = [
+            Part(self._answers_path(group_of, shard), shard.source.path, shard.rows, table, self.check, gold)
+            for shard in self.manifest.shards
+        ]
+        merge(parts, self.manifest.shards, self.layout, workers, (Path(outputs[0]), Path(outputs[1]), Path(outputs[2])))
+
+    def judge(self, summary: str) -> None:
+        """The job of rule `complete`."""
+        data = json.loads(Path(summary).read_text(encoding="utf-8"))
+        verdict(data, self.campaign.limits.max_error_share, self.layout)
+
+    def _answers_path(self, group_of: dict[str, str], shard: Shard) -> Path:
+        return self.layout.answers / group_of[shard.name] / f"{shard.name.replace('/', '.')}.jsonl"
+
+    @property
+    def concurrency(self) -> int:
+        """Requests in flight."""
+        default = ENGINES[self.model.engine].concurrency if self.model else URL_CONCURRENCY
+        return self.campaign.endpoint.concurrency or default
+
+    @property
+    def _target(self) -> Attachment | Launch:
+        settings = self.campaign.endpoint
+        if self.model is None or self.recipe.names is None:
+            assert settings.url is not None
+            return Attachment(settings.url.rstrip("/"), _api_key(settings.api_key_env, settings.api_key_file), self.campaign.model)
+        return Launch(
+            model=self.model,
+            path=model_path(self.model, self.project),
+            names=self.recipe.names,
+            address=Address(),
+            flags={**self.model.args, **settings.args},
+            gpus=settings.gpus,
+            concurrency=self.concurrency,
+        )
+
+
+def load_run(path: Path, project: Path) -> Run:
+    """A campaign file with the manifest of its last run, for commands outside the workflow."""
+    campaign = load_campaign(path)
+    return Run._assemble(campaign, project, Layout(campaign.campaign), read_manifest(campaign))
+
+
+def record_runner(layout: Layout) -> None:
+    """Note which process runs the campaign, so that a lock left by a killed one can be told from a live one."""
+    write_atomically(layout.runner, json.dumps({"pid": os.getpid(), "host": os.uname().nodename}) + "\n")
+
+
+def _note_stale_lock(layout: Layout) -> None:
+    locks = Path(".snakemake/locks")
+    if not (locks.is_dir() and any(locks.iterdir()) and layout.runner.exists()):
+        return
+    runner = json.loads(layout.runner.read_text(encoding="utf-8"))
+    if runner["host"] != os.uname().nodename or psutil.pid_exists(runner["pid"]):
+        return
+    print(
+        f"gristmill: the last run (process {runner['pid']}) was killed and left this folder locked\n"
+        f"  where: {locks.absolute()}\n"
+        "  help:  run the same command with --unlock added, then run it again; every answer that had arrived is kept",
+        file=sys.stderr,
+    )
+
+
+def _api_key(variable: str | None, file: str | None) -> str:
+    """The key of an attached endpoint; one that needs none gets a word in its place."""
+    if variable is not None:
+        key = os.environ.get(variable, "").strip()
+        if not key:
+            raise GristmillError(
+                f"the environment variable {variable} is not set",
+                where="endpoint.api_key_env",
+                help=f"export {variable}=... before the run, or name a file by endpoint.api_key_file",
+            )
+        return key
+    if file is not None:
+        try:
+            return Path(os.path.expandvars(file)).expanduser().read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise GristmillError(f"the key file cannot be read: {error.strerror}: {file}", where="endpoint.api_key_file") from error
+    return "none"
+
+
+def _read_schema(path: Path) -> dict[str, Any]:
+    try:
+        schema = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise GristmillError(f"answer.schema cannot be read: {error}", where=str(path), help="it is a JSON file") from error
+    if not isinstance(schema, dict):
+        raise GristmillError("answer.schema must be a JSON object", where=str(path))
+    return schema
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.blake2b("\n".join(map(str, parts)).encode(), digest_size=16).hexdigest()
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

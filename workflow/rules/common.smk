@@ -1,0 +1,21 @@
+# The campaign, validated, and the names that jobs go by.
+import os
+
+from gristmill.errors import GristmillError
+from gristmill.run import Run, record_runner
+from snakemake.exceptions import WorkflowError
+
+# Jobs import the library from here, whichever environment started the workflow.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(workflow.basedir) / "workflow" / "lib"), os.environ.get("PYTHONPATH")])
+)
+
+try:
+    run = Run.at_parse(config, Path(workflow.basedir), main=workflow.is_main_process)
+except GristmillError as error:
+    raise WorkflowError(str(error))
+
+
+wildcard_constraints:
+    source=r"[A-Za-z0-9-]+",
+    group=r"g\d+",

@@ -1,0 +1,21 @@
+# One job a shard group: engine up, every request of the group that has no answer yet, engine down.
+
+
+rule infer:
+    input:
+        checked=ancient(run.layout.checked),
+        shards=lambda wildcards: ancient(
+            expand("{root}/{source}", root=run.layout.shards, source=run.sources_of(wildcards.group))
+        ),
+    output:
+        directory(f"{run.layout.answers}/{{group}}"),
+    params:
+        state=lambda wildcards: run.group_state(wildcards.group),
+    resources:
+        engine=1,
+    log:
+        f"{run.layout.logs}/infer/{{group}}.log",
+    message:
+        "Asking the requests of {wildcards.group}"
+    script:
+        "../scripts/infer.py"

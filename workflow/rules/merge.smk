@@ -1,0 +1,35 @@
+# Answers become one table, proved complete; then the run is judged, with everything already written.
+
+
+rule merge:
+    input:
+        answers=expand("{root}/{group}", root=run.layout.answers, group=run.manifest.groups),
+        shards=ancient(expand("{root}/{source}", root=run.layout.shards, source=run.source_keys())),
+    output:
+        table=run.layout.table,
+        errors=run.layout.errors,
+        summary=run.layout.summary,
+    params:
+        state=run.state(),
+    threads: 4
+    log:
+        f"{run.layout.logs}/merge.log",
+    message:
+        "Writing {output.table}"
+    script:
+        "../scripts/merge.py"
+
+
+rule complete:
+    input:
+        summary=run.layout.summary,
+    output:
+        touch(run.layout.complete),
+    params:
+        max_error_share=run.campaign.limits.max_error_share,
+    log:
+        f"{run.layout.logs}/complete.log",
+    message:
+        "Judging the share of rows that are not ok"
+    script:
+        "../scripts/complete.py"

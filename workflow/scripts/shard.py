@@ -1,0 +1,8 @@
+"""Cut one input into shards of requests."""
+
+from gristmill.errors import reported
+from gristmill.run import Run
+
+with reported(snakemake.log[0]):
+    run = Run.in_job(snakemake.config, snakemake.scriptdir)
+    run.cut(snakemake.wildcards.source, snakemake.output[0])
