@@ -27,8 +27,8 @@ check: $(VENV)/.stamp-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/snakefmt --check workflow
-	$(BIN)/snakemake --lint
+	$(BIN)/snakefmt --check Snakefile workflow
+	$(BIN)/python tools/lint_workflow.py
 
 lock:
 	PYTHON="$(PYTHON)" tools/lock.sh $(LOCKFLAGS)

@@ -1,14 +1,7 @@
 # The campaign, validated, and the names that jobs go by.
-import os
-
 from gristmill.errors import GristmillError
 from gristmill.run import Run, record_runner
 from snakemake.exceptions import WorkflowError
-
-# Jobs import the library from here, whichever environment started the workflow.
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, [str(Path(workflow.basedir) / "workflow" / "lib"), os.environ.get("PYTHONPATH")])
-)
 
 try:
     run = Run.at_parse(config, Path(workflow.basedir), main=workflow.is_main_process)

@@ -9,12 +9,12 @@ rule infer:
         ),
     output:
         directory(f"{run.layout.answers}/{{group}}"),
-    params:
-        state=lambda wildcards: run.group_state(wildcards.group),
-    resources:
-        engine=1,
     log:
         f"{run.layout.logs}/infer/{{group}}.log",
+    resources:
+        engine=1,
+    params:
+        state=lambda wildcards: run.group_state(wildcards.group),
     message:
         "Asking the requests of {wildcards.group}"
     script:

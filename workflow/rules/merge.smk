@@ -9,11 +9,11 @@ rule merge:
         table=run.layout.table,
         errors=run.layout.errors,
         summary=run.layout.summary,
-    params:
-        state=run.state(),
-    threads: 4
     log:
         f"{run.layout.logs}/merge.log",
+    threads: 4
+    params:
+        state=run.state(),
     message:
         "Writing {output.table}"
     script:
@@ -25,10 +25,10 @@ rule complete:
         summary=run.layout.summary,
     output:
         touch(run.layout.complete),
-    params:
-        max_error_share=run.campaign.limits.max_error_share,
     log:
         f"{run.layout.logs}/complete.log",
+    params:
+        max_error_share=run.campaign.limits.max_error_share,
     message:
         "Judging the share of rows that are not ok"
     script:

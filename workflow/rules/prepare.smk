@@ -7,10 +7,11 @@
 rule shard:
     output:
         directory(f"{run.layout.shards}/{{source}}"),
-    params:
-        state=lambda wildcards: run.source_state(wildcards.source),
     log:
         f"{run.layout.logs}/shard/{{source}}.log",
+    threads: 4
+    params:
+        state=lambda wildcards: run.source_state(wildcards.source),
     message:
         "Cutting {wildcards.source} into shards"
     script:
@@ -22,10 +23,10 @@ rule check:
         shards=ancient(expand("{root}/{source}", root=run.layout.shards, source=run.source_keys())),
     output:
         run.layout.checked,
-    params:
-        state=run.state(),
     log:
         f"{run.layout.logs}/check.log",
+    params:
+        state=run.state(),
     message:
         "Checking that ids are unique"
     script:

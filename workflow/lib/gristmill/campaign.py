@@ -52,7 +52,9 @@ class Answer(_Model):
         if (self.labels is None) == (self.schema_ is None):
             raise ValueError("give either labels or schema")
         if self.labels is not None and (
-            not self.labels or len(set(self.labels)) < len(self.labels) or not all(label.strip() for label in self.labels)
+            not self.labels
+            or len(set(self.labels)) < len(self.labels)
+            or not all(label.strip() for label in self.labels)
         ):
             raise ValueError("labels must be a list of different, non-empty words")
         return self
@@ -118,7 +120,10 @@ class Limits(_Model):
     """Where a run stops or fails."""
 
     max_error_share: float = Field(
-        0.01, ge=0, le=1, description="The run fails at its end, with everything written, if more rows are not `ok`."
+        0.01,
+        ge=0,
+        le=1,
+        description="The run fails at its end, with everything written, if more rows are not `ok`.",
     )
 
 
@@ -214,8 +219,10 @@ def _keys_of(loc: list[str]) -> list[str]:
 
 
 def _nested(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    kinds = {c.__name__: c for c in (Documents, Answer, Gold, Sampling, EndpointSettings, Limits)}
-    found = {}
+    kinds: dict[str, type[BaseModel]] = {
+        c.__name__: c for c in (Documents, Answer, Gold, Sampling, EndpointSettings, Limits)
+    }
+    found: dict[str, type[BaseModel]] = {}
     for name, field in model.model_fields.items():
         for kind, cls in kinds.items():
             if kind in str(field.annotation):

@@ -55,9 +55,7 @@ class Window:
     concurrency: requests in flight. total: how many requests there are, for the progress line.
     """
 
-    def __init__(
-        self, endpoint: Endpoint, journal: Journal, check: AnswerCheck, concurrency: int, total: int
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, journal: Journal, check: AnswerCheck, concurrency: int, total: int) -> None:
         self.tally = Tally()
         self.pace = retry.Pace()
         self._endpoint, self._journal, self._check = endpoint, journal, check

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import httpx2
 import openai
@@ -29,7 +29,7 @@ from gristmill.errors import GristmillError
 _PORT_TRIES = 5
 _POLL_S = 0.2
 _PORT_TAKEN = re.compile(r"address already in use|errno 98|couldn't bind|failed to bind", re.I)
-_PROBES = {
+_PROBES: dict[str, dict[str, Any]] = {
     "/embeddings": {"input": "ping"},
     "/completions": {"prompt": "ping", "max_tokens": 1},
     "/responses": {"input": "ping", "max_output_tokens": 16},
@@ -268,7 +268,9 @@ class EngineEndpoint:
         left = [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
         if left:
             pids = ", ".join(str(process.pid) for process in left)
-            raise GristmillError(f"{self.name} left processes that SIGKILL does not end: {pids}", help="tell your admin")
+            raise GristmillError(
+                f"{self.name} left processes that SIGKILL does not end: {pids}", help="tell your admin"
+            )
 
 
 def _family(pid: int) -> set[psutil.Process]:

@@ -82,7 +82,15 @@ def _vllm(launch: Launch) -> list[str]:
         if place.socket:
             binds.append(f"{place.socket.parent}:{place.socket.parent}")
         nv = ["--nv"] if launch.gpus != 0 else []
-        return ["apptainer", "exec", *nv, *(w for b in binds for w in ("--bind", b)), model.image, "python3", *words]
+        return [
+            "apptainer",
+            "exec",
+            *nv,
+            *(w for b in binds for w in ("--bind", b)),
+            model.image,
+            "python3",
+            *words,
+        ]
     if model.module:
         load = " && ".join(f"module load {shlex.quote(name)}" for name in model.module)
         return ["bash", "-lc", f'{load} && exec python3 "$@"', "bash", *words]

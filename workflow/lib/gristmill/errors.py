@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TextIO, cast
 
@@ -28,12 +28,15 @@ class GristmillError(Exception):
             lines.append(f"  help:  {help}")
         super().__init__("\n".join(lines))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return partial(GristmillError, where=self.where, help=self.help), (self.found,)
+
 
 def disk_error(error: OSError) -> GristmillError | None:
     """The message for a full disk or quota, or None if `error` is something else."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
-    where = str(error.filename) if error.filename else os.getcwd()
+    where = str(error.filename) if error.filename else str(Path.cwd())
     return GristmillError(
         f"the disk is full: {error.strerror}",
         where=where,

@@ -33,7 +33,11 @@ def array_elements(chunks: Iterable[bytes], where: str, limit: int = MAX_RECORD)
     where: the file's name, for messages. limit: bytes an element may have.
     Raises NotAnArray before the first element, GristmillError for a file that ends early or is not JSON.
     """
-    buffer, gap, scan = b"", 0, 0  # gap: start of what is not used yet; scan: where the next token is looked for
+    buffer, gap, scan = (
+        b"",
+        0,
+        0,
+    )  # gap: start of what is not used yet; scan: where the next token is looked for
     depth, level = 0, 0  # level: depth of the array, 0 until it is found
     key, key_end = b"", 0  # the last string at depth 1
     index, start, done = 0, -1, False  # start: of the element that is open
@@ -54,8 +58,12 @@ def array_elements(chunks: Iterable[bytes], where: str, limit: int = MAX_RECORD)
                 if depth == level and level and not done:
                     index = yield from _strays(buffer[gap:begin], index, where, last=False)
                     start = begin
-                elif not level and byte == 0x5B and (
-                    depth == 0 or (depth == 1 and key == b'"requests"' and _COLON.fullmatch(buffer, key_end, begin))
+                elif (
+                    not level
+                    and byte == 0x5B
+                    and (
+                        depth == 0 or (depth == 1 and key == b'"requests"' and _COLON.fullmatch(buffer, key_end, begin))
+                    )
                 ):
                     level, gap = depth + 1, end
                 depth += 1

@@ -16,7 +16,7 @@ from typing import Any
 from gristmill.campaign import Campaign
 from gristmill.errors import GristmillError
 from gristmill.layout import Layout, write_atomically
-from gristmill.sources import Source, count_shards, find_inputs, identity, recognise
+from gristmill.sources import Source, Start, count_shards, find_inputs, identity, recognise
 
 _VERSION = 1
 
@@ -29,6 +29,7 @@ class Shard:
     index: int
     rows: int
     digest: str
+    start: Start | None = None  # where it begins in a file that can be read from the middle
 
     @property
     def name(self) -> str:
@@ -119,7 +120,9 @@ def _shards(entries: dict[str, Any]) -> list[Shard]:
     shards = []
     for entry in entries.values():
         source = Source(**entry["source"])
-        shards += [Shard(source, i, cut["rows"], cut["digest"]) for i, cut in enumerate(entry["shards"])]
+        for index, cut in enumerate(entry["shards"]):
+            start = Start(*cut["start"]) if cut.get("start") else None
+            shards.append(Shard(source, index, cut["rows"], cut["digest"], start))
     return shards
 
 

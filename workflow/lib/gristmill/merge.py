@@ -6,9 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +20,12 @@ from gristmill.errors import GristmillError
 from gristmill.layout import Layout, write_atomically
 from gristmill.manifest import Shard
 from gristmill.outcomes import Answer, AnswerCheck, interpret
+from gristmill.parallel import WORTH_PROCESSES, ordered_map
 from gristmill.shards import id_hash, shard_path
 
 _ROW_GROUP_BYTES = 32 << 20
 _ROW_GROUP_ROWS = 100_000
 _BATCH_BYTES = 16 << 20
-_WORTH_PROCESSES = 20_000  # rows; fewer are converted sooner than processes start
 
 _BEFORE = {
     "id": pa.string(),
@@ -89,7 +87,8 @@ def table_for(check: AnswerCheck, keep: Sequence[str]) -> Table:
         column = f"input_{name}" if name in taken else name
         if column in taken:
             raise GristmillError(
-                f"two columns of answers.parquet would be called {column!r}", help="rename the column in documents.keep"
+                f"two columns of answers.parquet would be called {column!r}",
+                help="rename the column in documents.keep",
             )
         taken.add(column)
         columns[name] = column
@@ -144,7 +143,9 @@ class Summary:
             "error_codes": dict(self.error_codes.most_common()),
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
-            "gold": {"rows": self.gold_rows, "right": self.gold_right, "accuracy": accuracy} if self.gold_rows else None,
+            "gold": {"rows": self.gold_rows, "right": self.gold_right, "accuracy": accuracy}
+            if self.gold_rows
+            else None,
         }
 
 
@@ -172,27 +173,40 @@ class Converted:
 def convert(part: Part) -> Converted:
     """Read one shard's answers, interpret and type them."""
     schema = part.table.schema()
-    columns: dict[str, list[Any]] = {name: [] for name in schema.names}
     result = Converted([], b"", Summary())
     errors: list[bytes] = []
+    cells: list[tuple[Any, ...]] = []
     size = 0
     with part.path.open("rb", 1 << 20) as lines:
         for line in lines:
             row = orjson.loads(line)
             answer, record = _answer_of(row, part.check)
-            values = _values(answer, part.table)
-            _append(columns, row, record, answer, values, part)
-            _count(result.summary, answer, row, part)
+            cells.append(_cells(row, record, answer, part))
             if answer.status != "ok":
                 errors.append(_error_line(row, answer, part.source_file))
+                result.summary.error_codes[answer.error_code or "unknown"] += 1
+            if part.gold is not None and (right := row["keep"].get(part.gold)) is not None:
+                result.summary.gold_rows += 1
+                result.summary.gold_right += answer.status == "ok" and answer.label == right
             size += len(line)
             if size > _BATCH_BYTES:
-                result.batches.append(_serialised(columns, schema))
-                columns, size = {name: [] for name in schema.names}, 0
-    if columns["id"]:
-        result.batches.append(_serialised(columns, schema))
+                _finish_batch(cells, schema, result)
+                cells, size = [], 0
+    if cells:
+        _finish_batch(cells, schema, result)
     result.errors = b"".join(errors)
     return result
+
+
+def _finish_batch(cells: list[tuple[Any, ...]], schema: pa.Schema, result: Converted) -> None:
+    columns = dict(zip(schema.names, zip(*cells, strict=True), strict=True))
+    arrays = [pa.array(columns[field.name], field.type) for field in schema]
+    result.batches.append(bytes(pa.record_batch(arrays, schema=schema).serialize()))
+    summary = result.summary
+    summary.rows += len(cells)
+    summary.statuses.update(columns["status"])
+    summary.prompt_tokens += sum(filter(None, columns["prompt_tokens"]))
+    summary.completion_tokens += sum(filter(None, columns["completion_tokens"]))
 
 
 def _answer_of(row: dict[str, Any], check: AnswerCheck) -> tuple[Answer, dict[str, Any] | None]:
@@ -203,11 +217,11 @@ def _answer_of(row: dict[str, Any], check: AnswerCheck) -> tuple[Answer, dict[st
     return interpret(record["http_status"], record["raw"], row["route"], check), record
 
 
-def _values(answer: Answer, table: Table) -> dict[str, Any]:
+def _typed(answer: Answer, table: Table) -> dict[str, Any]:
     """The typed columns of an answer; one that does not fit its type makes the row `invalid`."""
-    typed = {}
+    typed: dict[str, Any] = {}
     for name, (column, kind) in table.properties.items():
-        value = answer.values.get(name)
+        value = (answer.values or {}).get(name)
         if value is None:
             typed[column] = None
         elif kind == pa.string():
@@ -223,48 +237,33 @@ def _values(answer: Answer, table: Table) -> dict[str, Any]:
     return typed
 
 
-def _append(
-    columns: dict[str, list[Any]],
-    row: dict[str, Any],
-    record: dict[str, Any] | None,
-    answer: Answer,
-    values: dict[str, Any],
-    part: Part,
-) -> None:
-    columns["id"].append(row["id"])
-    columns["status"].append(answer.status)
-    columns["answer"].append(answer.answer)
-    columns["confidence"].append(None)
-    columns["reasoning"].append(answer.reasoning)
-    columns["finish_reason"].append(answer.finish_reason)
-    columns["error_code"].append(answer.error_code)
-    columns["error_message"].append(answer.error_message)
-    columns["prompt_tokens"].append(answer.prompt_tokens)
-    columns["completion_tokens"].append(answer.completion_tokens)
-    columns["latency_s"].append(record["timings"]["latency_s"] if record else None)
-    columns["attempts"].append(record["attempts"] if record else 0)
-    columns["model"].append(answer.model or row["model"])
-    columns["fingerprint"].append(row["fingerprint"])
-    columns["source_file"].append(part.source_file)
-    columns["source_row"].append(row["row"])
-    columns["raw"].append(record["raw"] if record else None)
-    columns["label"].append(values.pop("label", answer.label))
-    for column, value in values.items():
-        columns[column].append(value)
-    for name, column in part.table.keep.items():
-        columns[column].append(row["keep"].get(name))
-
-
-def _count(summary: Summary, answer: Answer, row: dict[str, Any], part: Part) -> None:
-    summary.rows += 1
-    summary.statuses[answer.status] += 1
-    if answer.status != "ok":
-        summary.error_codes[answer.error_code or "unknown"] += 1
-    summary.prompt_tokens += answer.prompt_tokens or 0
-    summary.completion_tokens += answer.completion_tokens or 0
-    if part.gold is not None and (right := row["keep"].get(part.gold)) is not None:
-        summary.gold_rows += 1
-        summary.gold_right += answer.status == "ok" and answer.label == right
+def _cells(row: dict[str, Any], record: dict[str, Any] | None, answer: Answer, part: Part) -> tuple[Any, ...]:
+    """The values of a row in the order of the schema."""
+    typed = _typed(answer, part.table) if part.table.properties else {}
+    label = typed.pop("label", answer.label)
+    keep = row["keep"]
+    return (
+        row["id"],
+        answer.status,
+        answer.answer,
+        label,
+        None,
+        *typed.values(),
+        answer.reasoning,
+        answer.finish_reason,
+        answer.error_code,
+        answer.error_message,
+        answer.prompt_tokens,
+        answer.completion_tokens,
+        record["timings"]["latency_s"] if record else None,
+        record["attempts"] if record else 0,
+        answer.model or row["model"],
+        row["fingerprint"],
+        part.source_file,
+        row["row"],
+        record["raw"] if record else None,
+        *[keep.get(name) for name in part.table.keep],
+    )
 
 
 def _error_line(row: dict[str, Any], answer: Answer, source_file: str) -> bytes:
@@ -283,13 +282,12 @@ def _error_line(row: dict[str, Any], answer: Answer, source_file: str) -> bytes:
     )
 
 
-def _serialised(columns: dict[str, list[Any]], schema: pa.Schema) -> bytes:
-    batch = pa.record_batch([pa.array(columns[f.name], f.type) for f in schema], schema=schema)
-    return bytes(batch.serialize())
-
-
 def merge(
-    parts: Sequence[Part], shards: Sequence[Shard], layout: Layout, workers: int, outputs: tuple[Path, Path, Path]
+    parts: Sequence[Part],
+    shards: Sequence[Shard],
+    layout: Layout,
+    workers: int,
+    outputs: tuple[Path, Path, Path],
 ) -> Summary:
     """Write answers.parquet, errors.jsonl and summary.json (`outputs`) and prove that the table is complete.
 
@@ -299,6 +297,7 @@ def merge(
     table_path, errors_path, summary_path = outputs
     schema = parts[0].table.schema()
     summary = Summary()
+    rows_in = sum(part.rows for part in parts)
     temporary = table_path.with_name(f".{table_path.name}.{os.getpid()}.tmp")
     temporary_errors = errors_path.with_name(f".{errors_path.name}.{os.getpid()}.tmp")
     try:
@@ -307,7 +306,7 @@ def merge(
             pq.ParquetWriter(temporary, schema, compression="zstd", compression_level=1) as writer,
         ):
             waiting: list[pa.RecordBatch] = []
-            for converted in _converted(parts, workers):
+            for converted in ordered_map(convert, parts, workers if rows_in > WORTH_PROCESSES else 1):
                 summary.add(converted.summary)
                 errors.write(converted.errors)
                 waiting += [pa.ipc.read_record_batch(pa.py_buffer(data), schema) for data in converted.batches]
@@ -325,21 +324,6 @@ def merge(
         temporary_errors.unlink(missing_ok=True)
     write_atomically(summary_path, json.dumps(summary.as_json(), indent=1) + "\n")
     return summary
-
-
-def _converted(parts: Sequence[Part], workers: int) -> Iterator[Converted]:
-    """Convert in order, a few shards ahead of the writer."""
-    if workers <= 1 or sum(part.rows for part in parts) < _WORTH_PROCESSES:
-        yield from map(convert, parts)
-        return
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        ahead: list[Future[Converted]] = []
-        for part in parts:
-            ahead.append(pool.submit(convert, part))
-            if len(ahead) > workers + 1:
-                yield ahead.pop(0).result()
-        for future in ahead:
-            yield future.result()
 
 
 def prove_complete(table: Path, shards: Sequence[Shard], shard_root: Path) -> None:

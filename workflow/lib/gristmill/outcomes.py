@@ -48,15 +48,19 @@ class Fatal:
 Verdict = Final | Transient | Fatal
 
 _TOO_LONG = re.compile(
-    r"maximum context length|exceed_context_size|context size|context_length_exceeded|input_tokens|too long", re.I
+    r"maximum context length|exceed_context_size|context size|context_length_exceeded|input_tokens|too long",
+    re.I,
 )
 
 
 def classify(status: int, body: str, headers: Mapping[str, str]) -> Verdict:
     """What an HTTP response means. `headers` is case-insensitive."""
+    return _judge(status, parse_json(body), body, headers)
+
+
+def _judge(status: int, data: Any, body: str, headers: Mapping[str, str]) -> Verdict:
     if status == 200:
-        return _classify_success(body)
-    data = parse_json(body)
+        return _judge_success(data, body)
     reason = f"HTTP {status}: {_message(data, body)}"
     if status in (401, 403):
         return Fatal(f"the endpoint refused the key ({reason})")
@@ -69,8 +73,7 @@ def classify(status: int, body: str, headers: Mapping[str, str]) -> Verdict:
     return Final(False, *_refusal(status, data, body))
 
 
-def _classify_success(body: str) -> Verdict:
-    data = parse_json(body)
+def _judge_success(data: Any, body: str) -> Verdict:
     if not isinstance(data, dict):
         return Transient(f"HTTP 200 with a body that is no JSON object: {body[:200]!r}")
     error = data.get("error")
@@ -79,7 +82,8 @@ def _classify_success(body: str) -> Verdict:
         if isinstance(code, int) and 400 <= code < 500 and code not in (401, 403, 408, 409, 425, 429):
             return Final(False, *_refusal(code, data, body))
         return Transient(f"HTTP 200 with an error in its body: {_message(data, body)}")
-    if not any(isinstance(data.get(key), list) and data[key] for key in ("choices", "data", "output")):
+    found = data.get("choices") or data.get("data") or data.get("output")
+    if not found or not isinstance(found, list):
         return Transient(f"HTTP 200 without an answer: {body[:200]!r}")
     return Final(True)
 
@@ -119,7 +123,9 @@ def parse_json(text: str) -> Any:
         pass
     try:
         value = json.loads(text)
-        return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+        return json.loads(
+            json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        )
     except (ValueError, RecursionError):
         return None
 
@@ -155,14 +161,14 @@ def _validator(schema: dict[str, Any]) -> Callable[[Any], str | None]:
     return validate
 
 
-@dataclass
+@dataclass(slots=True)
 class Answer:
     """A row's outcome and what was read from the response."""
 
     status: Outcome
     answer: str | None = None
     label: str | None = None
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] | None = None
     reasoning: str | None = None
     finish_reason: str | None = None
     error_code: str | None = None
@@ -174,11 +180,11 @@ class Answer:
 
 def interpret(status: int, body: str, route: str, check: AnswerCheck) -> Answer:
     """Read a response that `classify` called final: the answer, its parts, and whether it passes the check."""
-    verdict = classify(status, body, {})
+    data = parse_json(body)
+    verdict = _judge(status, data, body, {})
     if not isinstance(verdict, Final) or not verdict.answered:
         code, message = (verdict.code, verdict.message) if isinstance(verdict, Final) else ("rejected", verdict.reason)
         return Answer("error", error_code=code, error_message=message)
-    data = parse_json(body)
     result = Answer("ok", model=_text(data.get("model")))
     _read_usage(data.get("usage"), result)
     if route == "/embeddings":
@@ -214,7 +220,8 @@ def _read_completion(data: dict[str, Any], result: Answer) -> None:
 
 
 def _read_response(data: dict[str, Any], result: Answer) -> None:
-    texts, thoughts = [], []
+    texts: list[str] = []
+    thoughts: list[str] = []
     for item in data.get("output") or []:
         if not isinstance(item, dict):
             continue

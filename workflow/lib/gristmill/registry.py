@@ -38,7 +38,9 @@ def load_model(name: str, registry: Path) -> Model:
         entry = models.get(name)
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         raise GristmillError(
-            f"the model registry cannot be read: {error!r}", where=str(registry), help="it is `models: {NAME: {...}}`"
+            f"the model registry cannot be read: {error!r}",
+            where=str(registry),
+            help="it is `models: {NAME: {...}}`",
         ) from error
     if entry is None:
         raise GristmillError(
@@ -71,6 +73,8 @@ def model_path(model: Model, project: Path) -> Path:
             path = project / path
     if not path.exists():
         raise GristmillError(
-            f"the model does not exist: {path}", where=f"path: {model.path}", help="correct `path` in the model registry"
+            f"the model does not exist: {path}",
+            where=f"path: {model.path}",
+            help="correct `path` in the model registry",
         )
     return path.absolute()

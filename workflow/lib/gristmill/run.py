@@ -45,7 +45,7 @@ class Run:
     @classmethod
     def at_parse(cls, config: dict[str, Any], project: Path, main: bool) -> Run:
         """The campaign when the workflow is parsed; the main process looks at the inputs and writes the manifest."""
-        os.environ[RUNNER_PID] = str(os.getpid())
+        _prepare_jobs()
         campaign = parse_campaign(config, where="the campaign file")
         layout = Layout(campaign.campaign)
         manifest = update_manifest(campaign, project) if main else read_manifest(campaign)
@@ -103,7 +103,13 @@ class Run:
     def state(self) -> str:
         """Changes when the table must be written again."""
         parts = [digest_of(self.manifest.groups[name]) for name in self.manifest.groups]
-        return _digest(digest_of(self.manifest.shards), *parts, self.recipe.digest(), repr(self.campaign.gold), OUTPUT_VERSION)
+        return _digest(
+            digest_of(self.manifest.shards),
+            *parts,
+            self.recipe.digest(),
+            repr(self.campaign.gold),
+            OUTPUT_VERSION,
+        )
 
     def sources_of(self, group: str) -> list[str]:
         """Keys of the sources that a group's shards come from."""
@@ -115,9 +121,10 @@ class Run:
 
     # -- what a rule's job does -----------------------------------------------------------------------------------
 
-    def cut(self, key: str, output: str) -> None:
+    def cut(self, key: str, output: str, workers: int) -> None:
         """The job of rule `shard`."""
-        shard_files.write_shards(self.manifest.source(key), self.manifest.shards_of(key), self.recipe, Path(output))
+        source, cut = self.manifest.source(key), self.manifest.shards_of(key)
+        shard_files.write_shards(source, cut, self.recipe, Path(output), workers)
 
     def check_inputs(self, output: str) -> None:
         """The job of rule `check`."""
@@ -150,7 +157,13 @@ class Run:
             Part(self._answers_path(group_of, shard), shard.source.path, shard.rows, table, self.check, gold)
             for shard in self.manifest.shards
         ]
-        merge(parts, self.manifest.shards, self.layout, workers, (Path(outputs[0]), Path(outputs[1]), Path(outputs[2])))
+        merge(
+            parts,
+            self.manifest.shards,
+            self.layout,
+            workers,
+            (Path(outputs[0]), Path(outputs[1]), Path(outputs[2])),
+        )
 
     def judge(self, summary: str) -> None:
         """The job of rule `complete`."""
@@ -171,7 +184,11 @@ class Run:
         settings = self.campaign.endpoint
         if self.model is None or self.recipe.names is None:
             assert settings.url is not None
-            return Attachment(settings.url.rstrip("/"), _api_key(settings.api_key_env, settings.api_key_file), self.campaign.model)
+            return Attachment(
+                settings.url.rstrip("/"),
+                _api_key(settings.api_key_env, settings.api_key_file),
+                self.campaign.model,
+            )
         return Launch(
             model=self.model,
             path=model_path(self.model, self.project),
@@ -187,6 +204,14 @@ def load_run(path: Path, project: Path) -> Run:
     """A campaign file with the manifest of its last run, for commands outside the workflow."""
     campaign = load_campaign(path)
     return Run._assemble(campaign, project, Layout(campaign.campaign), read_manifest(campaign))
+
+
+def _prepare_jobs() -> None:
+    """What the jobs that this process starts find in their environment."""
+    os.environ[RUNNER_PID] = str(os.getpid())
+    # They import the library from here, whichever environment started the workflow.
+    paths = [str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in paths if path))
 
 
 def record_runner(layout: Layout) -> None:
@@ -224,7 +249,9 @@ def _api_key(variable: str | None, file: str | None) -> str:
         try:
             return Path(os.path.expandvars(file)).expanduser().read_text(encoding="utf-8").strip()
         except OSError as error:
-            raise GristmillError(f"the key file cannot be read: {error.strerror}: {file}", where="endpoint.api_key_file") from error
+            raise GristmillError(
+                f"the key file cannot be read: {error.strerror}: {file}", where="endpoint.api_key_file"
+            ) from error
     return "none"
 
 
@@ -232,7 +259,9 @@ def _read_schema(path: Path) -> dict[str, Any]:
     try:
         schema = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise GristmillError(f"answer.schema cannot be read: {error}", where=str(path), help="it is a JSON file") from error
+        raise GristmillError(
+            f"answer.schema cannot be read: {error}", where=str(path), help="it is a JSON file"
+        ) from error
     if not isinstance(schema, dict):
         raise GristmillError("answer.schema must be a JSON object", where=str(path))
     return schema

@@ -7,17 +7,19 @@ shards/<source>/00000.jsonl has a line for each row, {"head": {id, row, fingerpr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import orjson
 
 from gristmill.errors import GristmillError
 from gristmill.manifest import Shard
+from gristmill.parallel import WORTH_PROCESSES, ordered_map
 from gristmill.requests import Recipe, Request, request_maker
-from gristmill.sources import RowError, Source, read_rows
+from gristmill.sources import Row, RowError, Source, read_rows
 
 _SPLIT = b'}},"body":'  # quotes inside strings are escaped and `keep` is flat: nothing else can look like this
 _BUCKET_ROWS = 4_000_000  # ids sorted at a time: 64 MB
@@ -68,39 +70,47 @@ def shard_path(root: Path, shard: Shard) -> Path:
     return root / f"{shard.name}.jsonl"
 
 
-def write_shards(source: Source, cut: Sequence[Shard], recipe: Recipe, directory: Path) -> None:
+def write_shards(source: Source, cut: Sequence[Shard], recipe: Recipe, directory: Path, workers: int = 1) -> None:
     """Write the shard files of one source as the manifest says it was cut.
 
+    workers: processes that share the shards of a file that can be read from the middle.
     Raises GristmillError when the source is no longer what the manifest saw, or is not what it claims to be.
     """
     directory.mkdir(parents=True, exist_ok=True)
     maker = request_maker(recipe, source.path)
+    rows_in = sum(shard.rows for shard in cut)
+    if workers > 1 and rows_in > WORTH_PROCESSES and all(shard.start for shard in cut):
+        for _ in ordered_map(partial(_write_alone, recipe, directory), cut, workers):
+            pass
+        return
     rows = read_rows(source)
     for shard in cut:
-        digest = hashlib.blake2b(digest_size=16)
-        base = directory / f"{shard.index:05d}"
-        with base.with_suffix(".jsonl").open("wb", 1 << 20) as lines, base.with_suffix(".ids").open("wb") as ids:
-            for row in _take(rows, shard.rows, source):
-                digest.update(row.digest)
-                digest.update(b"\n")
-                _write(maker(row), lines, ids)
-        if source.kind != "parquet" and digest.hexdigest() != shard.digest:
-            raise _changed(source)
+        _write_shard(shard, rows, maker, directory)
     if next(rows, None) is not None:
         raise _changed(source)
 
 
-def _take(rows: Iterator, count: int, source: Source) -> Iterator:  # type: ignore[type-arg]
-    for _ in range(count):
-        row = next(rows, None)
-        if row is None:
-            raise _changed(source)
-        yield row
+def _write_alone(recipe: Recipe, directory: Path, shard: Shard) -> None:
+    """Write one shard file from where the shard starts in its source."""
+    rows = read_rows(shard.source, shard.start)
+    _write_shard(shard, rows, request_maker(recipe, shard.source.path), directory)
 
 
-def _write(request: Request, lines: IO[bytes], ids: IO[bytes]) -> None:
-    lines.write(encode(request))
-    ids.write(id_hash(request.id))
+def _write_shard(shard: Shard, rows: Iterator[Row], maker: Callable[[Row], Request], directory: Path) -> None:
+    digest = hashlib.blake2b(digest_size=16)
+    base = directory / f"{shard.index:05d}"
+    with base.with_suffix(".jsonl").open("wb", 1 << 20) as lines, base.with_suffix(".ids").open("wb") as ids:
+        for _ in range(shard.rows):
+            row = next(rows, None)
+            if row is None:
+                raise _changed(shard.source)
+            digest.update(row.digest)
+            digest.update(b"\n")
+            request = maker(row)
+            lines.write(encode(request))
+            ids.write(id_hash(request.id))
+    if shard.source.kind != "parquet" and digest.hexdigest() != shard.digest:
+        raise _changed(shard.source)
 
 
 def _changed(source: Source) -> GristmillError:
@@ -129,7 +139,7 @@ def check_shards(shards: Sequence[Shard], root: Path) -> dict[str, int]:
     return {"rows": total, "bad": bad["count"]}
 
 
-def _hashes(shard: Shard, root: Path) -> np.ndarray:  # type: ignore[type-arg]
+def _hashes(shard: Shard, root: Path) -> np.ndarray:
     hashes = np.fromfile(shard_path(root, shard).with_suffix(".ids"), dtype="<u8").reshape(-1, 2)
     if len(hashes) != shard.rows:
         raise GristmillError(
@@ -170,7 +180,8 @@ def _double_ids(shards: Sequence[Shard], root: Path, doubles: set[bytes]) -> Gri
 
 
 def _bad_rows(shards: Sequence[Shard], root: Path) -> dict[str, Any]:
-    count, first = 0, []
+    count = 0
+    first: list[str] = []
     for shard in shards:
         for request in read_shard(shard_path(root, shard)):
             if request.error is not None:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -21,7 +21,7 @@ from gristmill.campaign import Campaign, Documents
 from gristmill.errors import GristmillError
 from gristmill.jsonarray import NotAnArray, array_elements
 from gristmill.layout import find_file
-from gristmill.streams import MAX_RECORD, read_chunks, split_lines
+from gristmill.streams import MAX_RECORD, compression, line_offsets, read_chunks, split_lines
 
 Kind = Literal["lines", "array", "csv", "parquet", "folder", "empty"]
 
@@ -39,6 +39,16 @@ class RowError(NamedTuple):
 
     code: str
     message: str
+
+
+class Start(NamedTuple):
+    """A place in a file of lines: offset in bytes, and the number of the line there."""
+
+    offset: int
+    line: int
+
+
+_TOP = Start(0, 1)
 
 
 class Row(NamedTuple):
@@ -95,7 +105,9 @@ def find_inputs(campaign: Campaign, project: Path) -> list[str]:
             files = [match for match in matches if Path(match).is_file()]
             if not files:
                 raise GristmillError(
-                    f"no file matches {entry}", where=f"input, from {Path.cwd()}", help="correct the pattern in `input`"
+                    f"no file matches {entry}",
+                    where=f"input, from {Path.cwd()}",
+                    help="correct the pattern in `input`",
                 )
             texts = [name for name in files if _suffix(name) in _TEXT_SUFFIXES]
             if campaign.documents is not None and len(texts) == len(files):
@@ -171,7 +183,7 @@ def recognise(path: str, documents: Documents | None) -> Source:
     if found == "mixed":
         return Source(path, "lines")
     if text[:1] in b"{[":
-        raise _unexpected(path, "broken JSON", "check its beginning; a request file is JSONL or {\"requests\": [...]}")
+        raise _unexpected(path, "broken JSON", 'check its beginning; a request file is JSONL or {"requests": [...]}')
     columns = head.split(b"\n", 1)[0][:200].decode("utf-8", "replace").strip()
     if b"\0" in head or not columns.isprintable():
         raise _unexpected(path, "binary data", "give JSONL, JSON, CSV or Parquet, plain or as .gz or .zst")
@@ -248,13 +260,16 @@ def _csv_delimiter(head: bytes, documents: Documents) -> str | None:
     return None
 
 
-def read_rows(source: Source) -> Iterator[Row]:
-    """The rows of a source as a stream. Raises GristmillError where the file is not what it claims to be."""
-    return _READERS[source.kind](source)
+def read_rows(source: Source, start: Start | None = None) -> Iterator[Row]:
+    """The rows of a source as a stream, of a file of lines from `start` on.
+
+    Raises GristmillError where the file is not what it claims to be.
+    """
+    return _READERS[source.kind](source) if start is None else _read_lines(source, start)
 
 
-def _read_lines(source: Source) -> Iterator[Row]:
-    for number, line in split_lines(read_chunks(Path(source.path))):
+def _read_lines(source: Source, start: Start = _TOP) -> Iterator[Row]:
+    for number, line in split_lines(read_chunks(Path(source.path), start.offset), number=start.line):
         if line is None:
             yield Row(number, None, b"", RowError("line_too_long", f"the line is over {MAX_RECORD >> 20} MiB"))
         elif line and not line.isspace():
@@ -338,18 +353,20 @@ def read_text(path: Path) -> bytes | RowError:
     return b"".join(parts)
 
 
-_READERS: dict[Kind, Callable[[Source], Iterable[Row]]] = {
+_READERS: dict[Kind, Callable[[Source], Iterator[Row]]] = {
     "lines": _read_lines,
     "array": _read_array,
     "csv": _read_csv,
     "parquet": _read_parquet,
     "folder": _read_folder,
     "empty": lambda source: iter(()),
-}  # type: ignore[assignment]
+}
 
 
 def count_shards(source: Source, shard_size: int) -> list[dict[str, Any]]:
     """How a source is cut: [{"rows": N, "digest": hex}] for each shard of at most `shard_size` rows.
+
+    Shards of a plain file of lines say where they start as well, as {"start": [offset, line]}.
 
     A digest changes when a row of the shard changes; of a Parquet table, when the file does.
     """
@@ -357,7 +374,10 @@ def count_shards(source: Source, shard_size: int) -> list[dict[str, Any]]:
         return _parquet_shards(source, shard_size)
     shards: list[dict[str, Any]] = []
     rows, digest = 0, hashlib.blake2b(digest_size=16)
+    first: list[int] = []  # lines that shards start at
     for row in read_rows(source):
+        if rows == 0:
+            first.append(row.number)
         digest.update(row.digest)
         digest.update(b"\n")
         rows += 1
@@ -366,6 +386,9 @@ def count_shards(source: Source, shard_size: int) -> list[dict[str, Any]]:
             rows, digest = 0, hashlib.blake2b(digest_size=16)
     if rows:
         shards.append({"rows": rows, "digest": digest.hexdigest()})
+    if source.kind == "lines" and compression(Path(source.path)) is None:
+        for shard, offset, line in zip(shards, line_offsets(Path(source.path), first), first, strict=True):
+            shard["start"] = [offset, line]
     return shards
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,7 +14,12 @@ MAX_RECORD = 64 << 20  # bytes; a longer line or element becomes an `error` row 
 
 _MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _BOM = b"\xef\xbb\xbf"
-_OTHER_BOMS = {b"\xff\xfe\x00\x00": "UTF-32", b"\x00\x00\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+_OTHER_BOMS = {
+    b"\xff\xfe\x00\x00": "UTF-32",
+    b"\x00\x00\xfe\xff": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
 
 
 def compression(path: Path) -> str | None:
@@ -24,15 +29,18 @@ def compression(path: Path) -> str | None:
     return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
 
 
-def read_chunks(path: Path) -> Iterator[bytes]:
+def read_chunks(path: Path, offset: int = 0) -> Iterator[bytes]:
     """The decompressed bytes of a file in chunks of at most 1 MiB, the UTF-8 byte order mark left out.
 
+    offset: where to begin in a file that is not compressed, bytes.
     Raises GristmillError for a file that cannot be read, a truncated or corrupt archive, and UTF-16 or UTF-32.
     """
     packed: str | None = None
     try:
         packed = compression(path)
         with pa.input_stream(str(path), compression=packed) as stream:
+            if offset:
+                stream.seek(offset)
             chunk = stream.read(CHUNK)
             for bom, name in _OTHER_BOMS.items():
                 if chunk.startswith(bom):
@@ -52,12 +60,32 @@ def read_chunks(path: Path) -> Iterator[bytes]:
         ) from error
 
 
-def split_lines(chunks: Iterable[bytes], limit: int = MAX_RECORD) -> Iterator[tuple[int, bytes | None]]:
-    """Lines with their numbers (from 1), cut at b"\\n" only and without it; None for one over `limit` bytes.
+def line_offsets(path: Path, numbers: Sequence[int]) -> list[int]:
+    """Offsets in bytes at which the lines with these numbers (from 1, ascending) begin in a file that is not packed."""
+    offsets: list[int] = []
+    line, base = 1, 0  # the line that the chunk begins in, and the chunk's offset
+    with path.open("rb") as file:
+        while len(offsets) < len(numbers) and (chunk := file.read(CHUNK)):
+            ends = chunk.count(b"\n")
+            at, position = line, 0
+            while len(offsets) < len(numbers) and (wanted := numbers[len(offsets)]) <= line + ends:
+                while at < wanted:
+                    position = chunk.index(b"\n", position) + 1
+                    at += 1
+                offsets.append(base + position)
+            line, base = line + ends, base + len(chunk)
+    return offsets
+
+
+def split_lines(
+    chunks: Iterable[bytes], limit: int = MAX_RECORD, number: int = 1
+) -> Iterator[tuple[int, bytes | None]]:
+    """Lines with their numbers, cut at b"\\n" only and without it; None for one over `limit` bytes.
+
+    number: of the first line.
 
     A line longer than `limit` is passed over in constant memory.
     """
-    number = 1
     parts: list[bytes] = []  # the line that runs over the chunk's end
     size = 0
     for chunk in chunks:
