@@ -140,10 +140,11 @@ class Window:
             )
         except openai.APIStatusError as error:
             response = error.response
-        except openai.APITimeoutError:
-            return 0, "", Transient(f"no answer within {timeout:.0f} s")
         except openai.APIConnectionError as error:
             cause = error.__cause__ or error
+            # The aiohttp transport calls a refused connection a timeout, too.
+            if isinstance(error, openai.APITimeoutError) and not isinstance(cause, httpx2.ConnectTimeout):
+                return 0, "", Transient(f"no answer within {timeout:.0f} s")
             return 0, "", Transient(f"the connection failed: {type(cause).__name__}: {cause}")
         except (httpx2.HTTPError, OSError) as error:
             return 0, "", Transient(f"the connection failed: {type(error).__name__}: {error}")

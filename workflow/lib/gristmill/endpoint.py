@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,7 +23,7 @@ import openai
 import psutil
 from openai import AsyncOpenAI
 
-from gristmill.engines import ENGINES, Address, Engine, Launch, engine_environment
+from gristmill.engines import ENGINES, Address, Attachment, Engine, Launch, engine_environment
 from gristmill.errors import GristmillError
 
 _PORT_TRIES = 5
@@ -39,15 +39,6 @@ _PROBES: dict[str, dict[str, Any]] = {
 
 class EndpointGone(Exception):
     """The engine's process ended."""
-
-
-@dataclass(frozen=True)
-class Attachment:
-    """A running endpoint: base URL ending in /v1, key, and the model name to probe it with (None: no probe)."""
-
-    url: str
-    key: str
-    model: str | None
 
 
 class AttachedEndpoint:

@@ -27,6 +27,15 @@ class Address:
 
 
 @dataclass(frozen=True)
+class Attachment:
+    """A running endpoint: base URL ending in /v1, key, and the model name to probe it with (None: no probe)."""
+
+    url: str
+    key: str
+    model: str | None
+
+
+@dataclass(frozen=True)
 class Launch:
     """What is needed to build an engine's command: names are those that it must answer to, the first its own."""
 

@@ -18,17 +18,16 @@ import orjson
 import psutil
 
 from gristmill.client import Window
-from gristmill.endpoint import AttachedEndpoint, Attachment, EngineEndpoint
-from gristmill.engines import Launch
+from gristmill.endpoint import AttachedEndpoint, EngineEndpoint
+from gristmill.engines import Attachment, Launch
 from gristmill.errors import GristmillError
 from gristmill.journal import Journal, Place, Reader, scan
-from gristmill.layout import Layout
+from gristmill.layout import RUNNER_PID, Layout
 from gristmill.manifest import Shard
 from gristmill.outcomes import AnswerCheck
 from gristmill.requests import Request
 from gristmill.shards import read_shard, shard_path
 
-RUNNER_PID = "GRISTMILL_RUNNER_PID"
 _DRAIN_S = 20.0  # within Slurm's default KillWait of 30 s
 _FORCED_S = 2.0
 

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from gristmill.errors import GristmillError
 
+# Names the Snakemake process to its jobs, which stop when it is gone.
+RUNNER_PID = "GRISTMILL_RUNNER_PID"
+
 
 @dataclass(frozen=True)
 class Layout:

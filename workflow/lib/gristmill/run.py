@@ -14,11 +14,9 @@ import psutil
 
 from gristmill import shards as shard_files
 from gristmill.campaign import Campaign, load_campaign, parse_campaign
-from gristmill.endpoint import Attachment
-from gristmill.engines import ENGINES, URL_CONCURRENCY, Address, Launch
+from gristmill.engines import ENGINES, URL_CONCURRENCY, Address, Attachment, Launch
 from gristmill.errors import GristmillError
-from gristmill.group import RUNNER_PID, Job, run_group
-from gristmill.layout import Layout, find_file, write_atomically
+from gristmill.layout import RUNNER_PID, Layout, find_file, write_atomically
 from gristmill.manifest import Manifest, Shard, digest_of, read_manifest, update_manifest
 from gristmill.merge import Part, merge, table_for, verdict
 from gristmill.outcomes import AnswerCheck
@@ -133,6 +131,8 @@ class Run:
 
     def ask(self, group: str, output: str) -> None:
         """The job of rule `infer`."""
+        from gristmill.group import Job, run_group  # brings the OpenAI client, which takes a second to import
+
         settings = self.campaign.endpoint
         run_group(
             Job(
