@@ -53,3 +53,7 @@ def _show(path: Path, rows: int) -> None:
         gold = summary["gold"]
         print(f"agrees with gold in {gold['right']:,} of {gold['rows']:,} rows ({gold['accuracy']:.0%})")
     print(f"table:   {layout.table}\nerrors:  {layout.errors}\nsummary: {layout.summary}\njournal: {layout.journal}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -57,7 +57,7 @@ class Run:
     def in_job(cls, config: dict[str, Any], script_folder: str) -> Run:
         """The campaign inside a job, with the manifest that the main process wrote."""
         campaign = parse_campaign(config, where="the campaign file")
-        project = Path(script_folder).parents[1]
+        project = Path(script_folder).resolve().parents[1]
         return cls._assemble(campaign, project, Layout(campaign.campaign), read_manifest(campaign))
 
     @classmethod
