@@ -35,6 +35,14 @@ onstart:
     record_runner(run.layout)
 
 
+onsuccess:
+    forget_runner(run.layout)
+
+
+onerror:
+    forget_runner(run.layout)
+
+
 rule all:
     default_target: True
     input:

@@ -1,6 +1,6 @@
 # The campaign, validated, and the names that jobs go by.
 from gristmill.errors import GristmillError
-from gristmill.run import Run, record_runner
+from gristmill.run import Run, forget_runner, record_runner
 from snakemake.exceptions import WorkflowError
 
 try:

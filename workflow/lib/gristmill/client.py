@@ -35,6 +35,8 @@ class Endpoint(Protocol):
 
     async def revive(self) -> None: ...
 
+    async def trouble(self) -> str | None: ...
+
 
 @dataclass
 class Tally:
@@ -62,7 +64,6 @@ class Window:
         self._concurrency, self._total = concurrency, total
         self._stopping: str | None = None
         self._fatal: GristmillError | None = None
-        self._last_success = 0.0
         self._workers: list[asyncio.Task[None]] = []
         self._began = time.monotonic()
 
@@ -121,7 +122,6 @@ class Window:
             if isinstance(verdict, Final):
                 latency_s = time.monotonic() - sent
                 self._record(request, status, body, tries, began_unix, latency_s)
-                self._last_success = time.monotonic()
                 return
             if isinstance(verdict, Fatal):
                 self._fatal = self._fatal or GristmillError(verdict.reason, help="correct the campaign and run again")
@@ -180,8 +180,10 @@ class Window:
         pause = retry.delay(trouble, tries, time.monotonic() - began)
         if pause is None:
             self._give_up(request, trouble.reason)
-            if self._last_success < began:
-                self.stop(f"no request succeeds any more; the last trouble: {trouble.reason}")
+            # One request that never succeeds must not stop the others, nor a dead endpoint be asked for all of them.
+            sick = await self._endpoint.trouble()
+            if sick is not None and self._endpoint.alive():
+                self.stop(f"{self._endpoint.name} answers nothing any more: {sick}")
             elif len(self.tally.unanswered) > retry.MAX_UNANSWERED:
                 self.stop(f"more than {retry.MAX_UNANSWERED} requests get no answer: {trouble.reason}")
             return False

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +27,9 @@ from openai import AsyncOpenAI
 from gristmill.engines import ENGINES, Address, Attachment, Engine, Launch, engine_environment
 from gristmill.errors import GristmillError
 
+_PROBE_S = 120.0
 _PORT_TRIES = 5
+_HICCUPS_S = (0.3, 1.0, 3.0)  # waits between the first tries at an attached endpoint
 _POLL_S = 0.2
 _PORT_TAKEN = re.compile(r"address already in use|errno 98|couldn't bind|failed to bind", re.I)
 _PROBES: dict[str, dict[str, Any]] = {
@@ -52,24 +55,46 @@ class AttachedEndpoint:
         self.client = _client(attachment.url, attachment.key, None)
 
     async def __aenter__(self) -> Self:
-        model = self._attachment.model
         try:
-            if model is None:
-                await self.client.models.list()
-            else:
-                await _probe(self.client, model, self._route)
+            await self._first_answer()
         except openai.APIStatusError as error:
             await self.client.close()
             raise _refused(error, self._attachment.url) from error
         except openai.APIConnectionError as error:
             await self.client.close()
-            cause = error.__cause__ or error
             raise GristmillError(
-                f"nothing answers at the endpoint: {cause}",
+                f"nothing answers at the endpoint: {_reason(error)}",
                 where=self._attachment.url,
                 help="start it, or correct endpoint.url; curl URL/models shows whether it answers",
             ) from error
+        except BaseException:
+            await self.client.close()
+            raise
         return self
+
+    async def _first_answer(self) -> None:
+        """One tiny generation; an endpoint that is busy, or has a hiccup, is asked a few times more."""
+        for pause in _HICCUPS_S:
+            try:
+                return await self._ask()
+            except openai.APIStatusError as error:
+                if error.status_code < 500 and error.status_code != 429:
+                    raise
+            except openai.APIConnectionError:
+                pass
+            await asyncio.sleep(pause)
+        await self._ask()
+
+    async def _ask(self) -> None:
+        model = self._attachment.model
+        if model is None:
+            await self.client.models.list()
+        else:
+            await _probe(self.client, model, self._route)
+
+    async def trouble(self) -> str | None:
+        """What a tiny generation meets, None when it succeeds."""
+        return await _trouble(self._ask())
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -96,6 +121,7 @@ class EngineEndpoint:
         self._folder = Path()
         self._key = ""
         self._keeper: subprocess.Popen[bytes] | None = None
+        self._ready = False
         self._lock = asyncio.Lock()
         self.client: AsyncOpenAI
 
@@ -120,11 +146,21 @@ class EngineEndpoint:
         await asyncio.shield(self._end())
 
     def alive(self) -> bool:
-        """Whether the engine's process is there."""
+        """Whether the engine is there and was ready; not while it is being started again."""
+        return self._ready and self._running()
+
+    def _running(self) -> bool:
         return self._keeper is not None and self._keeper.poll() is None
 
+    async def trouble(self) -> str | None:
+        """What a tiny generation meets, None when it succeeds."""
+        return await _trouble(_probe(self.client, self._launch.names[0], self._route))
+
     async def revive(self) -> None:
-        """Start the engine again if it died. Raises EndpointGone when it may not be started once more."""
+        """Start the engine again if it died, or wait while that is done.
+
+        Raises EndpointGone when it may not be started once more, GristmillError when it does not start.
+        """
         async with self._lock:
             if self.alive():
                 return
@@ -134,7 +170,11 @@ class EngineEndpoint:
             print(f"{self.name} died (status {self._status()}); starting it again", file=sys.stderr, flush=True)
             await self.client.close()
             await self._stop()
-            await self._start()
+            try:
+                await self._start()
+            except GristmillError:
+                self.restarts_left = 0  # those who wait for the lock need not see it fail again
+                raise
 
     async def _start(self) -> None:
         for attempt in range(1, _PORT_TRIES + 1):
@@ -144,6 +184,7 @@ class EngineEndpoint:
             self.client = _client(f"{launch.address.url}/v1", self._key, launch.address.socket)
             try:
                 await self._wait_ready(launch)
+                self._ready = True
                 return
             except GristmillError:
                 await self.client.close()
@@ -189,7 +230,7 @@ class EngineEndpoint:
         seen = "no answer"
         async with httpx2.AsyncClient(transport=_transport(launch.address.socket), timeout=10) as http:
             while True:
-                if not self.alive():
+                if not self._running():
                     raise self._failed(f"it ended with status {self._status()} before it was ready")
                 if time.monotonic() > deadline:
                     raise self._failed(f"it was not ready after {self._start_timeout_s:g} s ({health}: {seen})")
@@ -203,15 +244,16 @@ class EngineEndpoint:
                 await asyncio.sleep(_POLL_S)
         while True:
             try:
-                await _probe(self.client, launch.names[0], self._route)
+                left = max(1.0, deadline - time.monotonic())
+                await _probe(self.client, launch.names[0], self._route, min(left, _PROBE_S))
                 return
             except openai.APIStatusError as error:
                 if error.status_code < 500 and error.status_code != 429:
                     raise self._failed(f"its first answer was {error.status_code}: {error.message}") from error
                 seen = f"HTTP {error.status_code}"
             except openai.APIConnectionError as error:
-                seen = str(error.__cause__ or error)
-            if not self.alive():
+                seen = _reason(error)
+            if not self._running():
                 raise self._failed(f"it ended with status {self._status()} at its first request")
             if time.monotonic() > deadline:
                 raise self._failed(f"it gave no answer within {self._start_timeout_s:g} s ({seen})")
@@ -240,6 +282,7 @@ class EngineEndpoint:
     async def _stop(self) -> None:
         """End the engine and verify that no process of it is left."""
         keeper, self._keeper = self._keeper, None
+        self._ready = False
         if keeper is None:
             return
         family = _family(keeper.pid)
@@ -287,9 +330,22 @@ def _client(url: str, key: str, socket_path: Path | None) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=url, api_key=key, max_retries=0, http_client=http)
 
 
-async def _probe(client: AsyncOpenAI, model: str, route: str) -> None:
+async def _probe(client: AsyncOpenAI, model: str, route: str, timeout_s: float = _PROBE_S) -> None:
     body = {"model": model, **_PROBES[route]}
-    await client.post(route, cast_to=httpx2.Response, body=body, options={"timeout": 120})
+    await client.post(route, cast_to=httpx2.Response, body=body, options={"timeout": timeout_s})
+
+
+async def _trouble(asked: Awaitable[None]) -> str | None:
+    try:
+        await asked
+    except openai.OpenAIError as error:
+        return _reason(error)
+    return None
+
+
+def _reason(error: openai.OpenAIError) -> str:
+    cause = error.__cause__ if isinstance(error, openai.APIConnectionError) else None
+    return str(cause or error) or type(cause or error).__name__
 
 
 def _refused(error: openai.APIStatusError, url: str) -> GristmillError:

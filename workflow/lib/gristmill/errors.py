@@ -46,18 +46,25 @@ def disk_error(error: OSError) -> GristmillError | None:
 
 
 class _Tee:
-    """Standard error, written to a log file as well."""
+    """Standard error, written to a log file as well.
+
+    A disk that is full, or a terminal that is gone, must not keep a job from stopping in good order.
+    """
 
     def __init__(self, stream: TextIO, log: TextIO) -> None:
         self._stream, self._log = stream, log
 
     def write(self, text: str) -> int:
-        self._log.write(text)
-        self._log.flush()
-        return self._stream.write(text)
+        with contextlib.suppress(OSError):
+            self._log.write(text)
+            self._log.flush()
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
 
     def flush(self) -> None:
-        self._stream.flush()
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ def _answered(job: Job) -> dict[tuple[str, str], Place]:
     for request in _requests(job):
         if request.fingerprint is not None:
             wanted.setdefault(request.fingerprint, set()).add(request.id)
-    return scan(job.layout.journal, wanted)
+    return scan(job.layout.journal, wanted, job.name)
 
 
 def _requests(job: Job) -> Iterator[Request]:

@@ -74,14 +74,18 @@ def encode(record: dict[str, Any]) -> bytes:
     return orjson.dumps(ordered) + b"\n"
 
 
-def scan(folder: Path, wanted: dict[str, set[str]]) -> dict[tuple[str, str], Place]:
+def scan(folder: Path, wanted: dict[str, set[str]], group: str = "") -> dict[tuple[str, str], Place]:
     """Where the answers to `wanted` (fingerprint → ids) stand in the journals of a folder.
 
-    Of several records for one request the first in the order of file names counts. Torn lines are passed over.
+    The journals of `group` are read first, the others only as long as something is missing. Of several records for
+    one request the first counts, files in the order of their names. Torn lines are passed over.
     """
+    missing = sum(map(len, wanted.values()))
     found: dict[tuple[str, str], Place] = {}
     keys = {fingerprint.encode() for fingerprint in wanted}
-    for path in sorted(folder.glob("*.jsonl")):
+    for path in sorted(folder.glob("*.jsonl"), key=lambda path: (not path.name.startswith(f"{group}."), path.name)):
+        if len(found) == missing:
+            break
         for offset, line in _lines(path):
             if line[_FINGERPRINT] not in keys:
                 continue
@@ -108,7 +112,9 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:
         return None
-    return record if isinstance(record, dict) and {"fingerprint", "id", "outcome", "raw"} <= record.keys() else None
+    if not isinstance(record, dict) or not {"outcome", "raw"} <= record.keys():
+        return None
+    return record if isinstance(record.get("id"), str) and isinstance(record.get("fingerprint"), str) else None
 
 
 class Reader:

@@ -22,6 +22,7 @@ import psutil
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.1
+_DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -29,14 +30,16 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
-def _die_with_keeper() -> None:
+def _before_the_engine() -> None:
+    for number in _DEAF_TO:
+        signal.signal(number, signal.SIG_DFL)  # what is ignored here would be ignored by the engine, too
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main(argv: list[str]) -> int:
     """Run a command until standard input closes or it ends by itself; see the module's docstring."""
     grace = float(argv[0])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _DEAF_TO:
         signal.signal(number, signal.SIG_IGN)  # only the leash ends the engine, so that nothing is left behind
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
@@ -44,7 +47,7 @@ def main(argv: list[str]) -> int:
             argv[1:],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=_die_with_keeper,
+            preexec_fn=_before_the_engine,
             restore_signals=True,
         )
     except OSError as error:

@@ -219,6 +219,11 @@ def record_runner(layout: Layout) -> None:
     write_atomically(layout.runner, json.dumps({"pid": os.getpid(), "host": os.uname().nodename}) + "\n")
 
 
+def forget_runner(layout: Layout) -> None:
+    """The run ended in order."""
+    layout.runner.unlink(missing_ok=True)
+
+
 def _note_stale_lock(layout: Layout) -> None:
     locks = Path(".snakemake/locks")
     if not (locks.is_dir() and any(locks.iterdir()) and layout.runner.exists()):

@@ -174,7 +174,7 @@ def _double_ids(shards: Sequence[Shard], root: Path, doubles: set[bytes]) -> Gri
                 places.setdefault(request.id, []).append(f"{shard.source.path}:{request.row}")
     lines = [f"  {id!r} at {', '.join(where[:5])}" for id, where in list(places.items())[:20]]
     return GristmillError(
-        f"{len(places)} ids are not unique; ids must be:\n" + "\n".join(lines),
+        f"ids must be unique; {len(places)} are not:\n" + "\n".join(lines),
         help="give every row an id of its own; nothing was sent",
     )
 

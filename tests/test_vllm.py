@@ -1,0 +1,135 @@
+"""Real vLLM on the CPU, through its own engine entry: real mails in, complete tables out, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import PROJECT, Project, wait_until
+
+pytestmark = pytest.mark.vllm
+
+CACHE = Path(os.environ.get("GRISTMILL_TEST_CACHE", PROJECT / ".cache"))
+
+
+def _prepare(*command: str) -> None:
+    """Run a script that fetches things; where the network does not have them the test is skipped, but never in CI."""
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    if done.returncode == 0:
+        return
+    message = f"{command[0]} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    if os.environ.get("CI") == "true":
+        pytest.fail(message)
+    pytest.skip(message)
+
+
+@pytest.fixture(scope="session")
+def vllm() -> Path:
+    """The folder that tests/vllm/make_env.py makes."""
+    folder = CACHE / "vllm"
+    _prepare(str(PROJECT / "tests" / "vllm" / "make_env.py"), str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def mails() -> list[str]:
+    """Sixty real mails, a JSON line each."""
+    path = CACHE / "mails-60.jsonl"
+    if not path.exists():
+        _prepare(str(PROJECT / "tests" / "fetch_mails.py"), str(path), "60")
+    return path.read_text(encoding="utf-8").split("\n")[:60]
+
+
+@pytest.fixture
+def campaign_folder(project: Project, vllm: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
+    """A folder with a registry that serves the small model by vLLM; afterwards no process of it may be left."""
+    flags = "{dtype: bfloat16, enforce-eager: true, block-size: 32, max-model-len: 2048}"
+    project.write(
+        "models.yaml",
+        f"models:\n  smollm2:\n    engine: vllm\n    path: {vllm}/model\n    python: {vllm}/python\n    args: {flags}\n",
+    )
+    yield project
+    assert not _vllm_processes(vllm)
+
+
+def _vllm_processes(vllm: Path) -> list[psutil.Process]:
+    """Processes of the engine: those that have the venv's libraries mapped, whatever they call themselves."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(str(vllm) in mapped.path for mapped in process.memory_maps()):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def test_real_mails_as_documents_with_the_engine_core_killed(
+    campaign_folder: Project, vllm: Path, mails: list[str]
+) -> None:
+    project = campaign_folder
+    project.write("mails.jsonl", "\n".join(mails) + "\n")
+    project.write("mail.j2", "Is this mail spam or ham?\n\n{{ text[:700] }}\n\nAnswer spam or ham:")
+    campaign = project.campaign(
+        "mails",
+        input=["mails.jsonl"],
+        documents={"keep": ["label"]},
+        prompt="mail.j2",
+        answer={"labels": ["spam", "ham"]},
+        gold={"column": "label"},
+        model="smollm2",
+        registry="models.yaml",
+        sampling={"temperature": 0, "max_tokens": 8},
+        endpoint={"concurrency": 8},
+        shard_size=25,
+    )
+    process = project.start(campaign)
+    wait_until(lambda: len(project.journal("mails")) >= 10, 300, "the tenth answer")
+    core = next(p for p in _vllm_processes(vllm) if "EngineCore" in " ".join(p.cmdline()) or "EngineCore" in p.name())
+    core.kill()
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    assert "starting it again" in output
+    rows = project.table("mails")
+    assert [row["id"] for row in rows] == [json.loads(mail)["id"] for mail in mails]
+    assert {row["status"] for row in rows} == {"ok"}
+    assert {row["label"] for row in rows} <= {"spam", "ham"}
+    assert [row["input_label"] for row in rows] == [json.loads(mail)["label"] for mail in mails]
+    assert all(row["prompt_tokens"] > 20 and row["completion_tokens"] > 0 for row in rows)
+    assert set(Counter(record["id"] for record in project.journal("mails")).values()) == {1}
+    again = project.run(campaign)
+    assert again.status == 0 and "Nothing to be done" in again.output
+
+
+def test_requests_json_of_real_mails(campaign_folder: Project, mails: list[str]) -> None:
+    project = campaign_folder
+    requests = []
+    for mail in map(json.loads, mails[:20]):
+        messages = [
+            {"role": "system", "content": "Sum up the mail in one sentence."},
+            {"role": "user", "content": mail["text"][:700]},
+        ]
+        requests.append({"id": mail["id"], "model": "smollm2", "messages": messages, "max_tokens": 12, "temperature": 0})
+    # One that is longer than the context: refused by the engine, a row all the same.
+    requests[7]["messages"][1]["content"] = "word " * 5000
+    project.write("requests.json", json.dumps({"requests": requests}, indent=1))
+    campaign = project.campaign(
+        "sums", input=["requests.json"], model="smollm2", registry="models.yaml", limits={"max_error_share": 1}
+    )
+    run = project.run(campaign, timeout=400)
+    assert run.status == 0, run.output
+    rows = project.table("sums")
+    assert [row["id"] for row in rows] == [request["id"] for request in requests]
+    assert rows[7]["status"] == "error" and rows[7]["error_code"] == "too_long"
+    rest = rows[:7] + rows[8:]
+    assert all(row["answer"] and row["finish_reason"] in ("length", "stop") for row in rest)
+    assert {row["status"] for row in rest} <= {"ok", "invalid"}
+    errors = [json.loads(line) for line in (project.results("sums") / "errors.jsonl").read_text().splitlines()]
+    assert [error["id"] for error in errors] == [row["id"] for row in rows if row["status"] != "ok"]
