@@ -1,8 +1,8 @@
 # Gristmill: one typed row for every input, through one engine job per shard group.
 #
 # results/<campaign>/
-#   manifest.json      how the inputs are cut (a cache)
-#   shards/            requests, cut from each input
+#   manifest/          how the inputs are cut, and their ids (a cache)
+#   shards/            requests, cut from the inputs
 #   journal/           every answer as it arrived; append-only, what a rerun resumes from
 #   answers/           the journal's answers of each finished group, in order
 #   answers.parquet    one row for every input row

@@ -1,22 +1,38 @@
-"""What tests share: a scripted endpoint as a process, and campaigns run by a real Snakemake in a folder of their own."""
+"""What tests share: a scripted endpoint as a process, and campaigns run by a real Snakemake in their own folder."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 import yaml
+
+from gristmill import group, retry
+from gristmill.client import Window
+from gristmill.engines import Address, Attachment, Launch
+from gristmill.group import Job, run_group
+from gristmill.layout import RUNNER_PID, Layout
+from gristmill.manifest import Shard
+from gristmill.outcomes import AnswerCheck
+from gristmill.registry import load_model
+from gristmill.requests import Request
+from gristmill.shards import encode
+from gristmill.sources import Source
 
 PROJECT = Path(__file__).parents[1]
 KEY = "test-key-of-the-scripted-endpoint"
@@ -132,6 +148,21 @@ class Project:
         output, _ = process.communicate(timeout=timeout)
         return Finished(process.returncode, output)
 
+    def client(self, process: subprocess.Popen[str], timeout_s: float = 30) -> psutil.Process:
+        """The process of a run's infer job."""
+
+        def find() -> psutil.Process | None:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                try:
+                    if any(word.endswith(".infer.py") for word in child.cmdline()):
+                        return child
+                except psutil.NoSuchProcess:
+                    continue
+            return None
+
+        found: psutil.Process = wait_until(find, timeout_s, "an infer process")
+        return found
+
     def results(self, name: str = "c") -> Path:
         return self.root / "results" / name
 
@@ -154,6 +185,88 @@ class Project:
                 process.wait()
             if process.stdout is not None:
                 process.stdout.close()
+
+
+@dataclass
+class ScriptedEngine:
+    """tests/scripted_engine.py as the vLLM that a campaign starts: a registry entry `m`, and what became of it."""
+
+    root: Path
+
+    @property
+    def file(self) -> Path:
+        return self.root / "engine.json"
+
+    @property
+    def log(self) -> Path:
+        return self.root / "engine-requests.log"
+
+    def write(self, *, path: str | None = None, python: str | None = None, **behaviour: Any) -> str:
+        """Write behaviour (see tests/scripted_engine.py) and registry; gives the campaign's `registry`."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        model = self.root / "model"
+        model.mkdir(exist_ok=True)
+        wrapper = self.root / "engine-python"
+        wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} {PROJECT}/tests/scripted_engine.py "$@"\n')
+        wrapper.chmod(0o755)
+        starts = str(self.root / "starts")
+        self.file.write_text(json.dumps({"log": str(self.log), "starts_log": starts, **behaviour}))
+        entry = {"engine": "vllm", "path": path or str(model), "python": python or str(wrapper)}
+        entry["env"] = {"SCRIPTED_ENGINE": str(self.file)}
+        registry = self.root / "models.yaml"
+        registry.write_text(yaml.safe_dump({"models": {"m": entry}}))
+        return str(registry)
+
+    def launch(self, **changes: Any) -> Launch:
+        """What `write` wrote, as a group job gets it."""
+        model = load_model("m", self.root / "models.yaml")
+        made = Launch(model, Path(model.path), ("m",), Address(), {}, gpus=None, concurrency=8)
+        return replace(made, **changes)
+
+    def starts(self) -> list[int]:
+        """Process ids of the engines that were started, in order."""
+        file = self.root / "starts"
+        return [int(line) for line in file.read_text().split()] if file.exists() else []
+
+    def requests(self) -> list[dict[str, Any]]:
+        return read_log(self.log)
+
+    def texts(self) -> Counter[str]:
+        return Counter(entry["text"] for entry in self.requests())
+
+    def probes(self) -> list[dict[str, Any]]:
+        entries = (json.loads(line) for line in self.log.read_text().splitlines()) if self.log.exists() else ()
+        return [entry for entry in entries if entry.get("probe")]
+
+    def processes(self) -> list[psutil.Process]:
+        """What is alive of it: keeper, engine and workers, known by their environment."""
+        return alive("SCRIPTED_ENGINE", str(self.file))
+
+    def end(self) -> None:
+        for process in self.processes():
+            process.kill()
+
+
+def alive(variable: str, value: str) -> list[psutil.Process]:
+    """The processes that have a variable of this value in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(variable) == value and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def no_space_left(path: Path, kib: int) -> None:
+    """Mount a tmpfs of so many KiB on `path`; skip without root, but never in CI."""
+    if os.geteuid() != 0:
+        if os.environ.get("CI"):
+            pytest.fail("mounting a tmpfs needs root, which CI must have")
+        pytest.skip("mounting a tmpfs needs root")
+    path.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kib}k", "gristmill-test", str(path)], check=True)
 
 
 @dataclass(frozen=True)
@@ -179,3 +292,132 @@ def project(tmp_path: Path) -> Iterator[Project]:
     made.root.mkdir()
     yield made
     made.end()
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[ScriptedEngine]:
+    """A scripted engine that campaigns start by themselves: `engine.write(...)` gives their registry."""
+    made = ScriptedEngine(tmp_path / "engine")
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Callable[[Path, int], None]]:
+    """`small_disk(path, kib)` mounts a tmpfs, taken away after the test."""
+    mounted: list[Path] = []
+
+    def mount(path: Path, kib: int) -> None:
+        no_space_left(path, kib)
+        mounted.append(path)
+
+    yield mount
+    for path in mounted:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+@dataclass
+class Asking:
+    """The job of one group without Snakemake, in this process and the current folder. windows: what it used."""
+
+    windows: list[Window] = field(default_factory=list)
+    output: Path = Path("output")
+
+    def job(self, target: Attachment | Launch, ids: Sequence[object], **settings: Any) -> Job:
+        """A job that asks `ask <id>` for every id; writes its shard file."""
+        shard = Shard(Source("made.jsonl", "lines"), 0, 0, len(ids), "")
+        path = Layout("c").shards / "g0000" / shard.file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"".join(encode(self.request(str(id), row)) for row, id in enumerate(ids, 1)))
+        defaults = {"concurrency": 8, "start_timeout_s": 20.0, "restarts": 3, "check": AnswerCheck()}
+        return Job(name="g0000", shards=[shard], layout=Layout("c"), target=target, **{**defaults, **settings})
+
+    def request(self, id: str, row: int) -> Request:
+        message = {"role": "user", "content": f"ask {id}"}
+        body = json.dumps({"model": "m", "messages": [message], "max_tokens": 8}).encode()
+        fingerprint = hashlib.blake2b(body, digest_size=16).hexdigest()
+        return Request(id, row, fingerprint, "/chat/completions", body, "m", {})
+
+    def run(self, target: Attachment | Launch, ids: Sequence[object], **settings: Any) -> list[dict[str, Any]]:
+        """Run the job; gives the records of its answers in order. Raises what the job raises."""
+        run_group(self.job(target, ids, **settings), self.output)
+        lines = next(self.output.glob("*.jsonl")).read_bytes().splitlines()
+        return [json.loads(line)["record"] for line in lines]
+
+    @property
+    def sent(self) -> int:
+        return sum(window.tally.sent for window in self.windows)
+
+    def journal(self) -> list[str]:
+        """Ids in the journal."""
+        files = sorted(Layout("c").journal.glob("*.jsonl"))
+        return [json.loads(line)["id"] for file in files for line in file.read_bytes().splitlines()]
+
+
+ASK = """
+import sys
+from pathlib import Path
+from conftest import Asking, ScriptedEngine
+from gristmill.engines import Attachment
+from gristmill.errors import reported
+url, key, engine, count, concurrency = sys.argv[1:]
+target = Attachment(url, key, "m") if url else ScriptedEngine(Path(engine)).launch()
+with reported():
+    Asking().run(target, range(int(count)), concurrency=int(concurrency))
+"""
+
+
+class Apart:
+    """Starts `Asking.run` as processes of their own; what is left of them after a test is killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(
+        self, count: int, *, url: str = "", engine: ScriptedEngine | None = None, concurrency: int = 8
+    ) -> subprocess.Popen[str]:
+        """Ask `count` requests of the endpoint at `url`, or through an engine."""
+        arguments = [url, KEY, str(engine.root) if engine else "", str(count), str(concurrency)]
+        paths = f"{PROJECT / 'tests'}{os.pathsep}{PROJECT / 'workflow' / 'lib'}"
+        process = subprocess.Popen(
+            [sys.executable, "-c", ASK, *arguments],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": paths},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def end(self) -> None:
+        for process in self.started:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def apart(tmp_path: Path) -> Iterator[Apart]:
+    """Group jobs as processes of their own: `apart.start(...)`."""
+    made = Apart(tmp_path)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asking:
+    """Group jobs in this process, with waits between tries fifty times shorter."""
+    made = Asking()
+
+    class Kept(Window):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.windows.append(self)
+
+    monkeypatch.setattr(group, "Window", Kept)
+    quick = SimpleNamespace(uniform=lambda low, high: low + random.uniform(0, high - low) / 50)
+    monkeypatch.setattr(retry, "random", quick)
+    monkeypatch.delenv(RUNNER_PID, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return made

@@ -10,5 +10,4 @@ except GristmillError as error:
 
 
 wildcard_constraints:
-    source=r"[A-Za-z0-9-]+",
     group=r"g\d+",

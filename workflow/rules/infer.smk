@@ -3,10 +3,7 @@
 
 rule infer:
     input:
-        checked=ancient(run.layout.checked),
-        shards=lambda wildcards: ancient(
-            expand("{root}/{source}", root=run.layout.shards, source=run.sources_of(wildcards.group))
-        ),
+        f"{run.layout.shards}/{{group}}",
     output:
         directory(f"{run.layout.answers}/{{group}}"),
     log:

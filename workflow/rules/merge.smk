@@ -4,7 +4,6 @@
 rule merge:
     input:
         answers=expand("{root}/{group}", root=run.layout.answers, group=run.manifest.groups),
-        shards=ancient(expand("{root}/{source}", root=run.layout.shards, source=run.source_keys())),
     output:
         table=run.layout.table,
         errors=run.layout.errors,

@@ -1,33 +1,18 @@
-# Inputs become shards of requests, and their ids are proved unique before anything is paid for.
+# Inputs become shards of requests, the shards of a group together.
 #
-# What a job depends on is its state in the manifest, a digest of content, never a file's time stamp: a file that
-# grows at its end, or is only touched, leaves the jobs of its other shards alone.
+# What a job depends on is its group's state in the manifest, a digest of content, never a file's time stamp: a file
+# that grows at its end, or is only touched, leaves the jobs of the other groups alone. Inputs are no `input:` of the
+# rule for that reason. No `ancient()` either: jobs behind a rerunning one are not looked at for changed params then.
 
 
 rule shard:
     output:
-        directory(f"{run.layout.shards}/{{source}}"),
+        directory(f"{run.layout.shards}/{{group}}"),
     log:
-        f"{run.layout.logs}/shard/{{source}}.log",
-    threads: 4
+        f"{run.layout.logs}/shard/{{group}}.log",
     params:
-        state=lambda wildcards: run.source_state(wildcards.source),
+        state=lambda wildcards: run.group_state(wildcards.group),
     message:
-        "Cutting {wildcards.source} into shards"
+        "Cutting {wildcards.group} into shards"
     script:
         "../scripts/shard.py"
-
-
-rule check:
-    input:
-        shards=ancient(expand("{root}/{source}", root=run.layout.shards, source=run.source_keys())),
-    output:
-        run.layout.checked,
-    log:
-        f"{run.layout.logs}/check.log",
-    params:
-        state=run.state(),
-    message:
-        "Checking that ids are unique"
-    script:
-        "../scripts/check.py"

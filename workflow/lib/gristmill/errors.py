@@ -75,7 +75,8 @@ def reported(log: str | None = None) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         if log is not None:
-            file = stack.enter_context(Path(log).open("w", encoding="utf-8"))
+            file = Path(log).open("w", encoding="utf-8")  # noqa: SIM115
+            stack.callback(_close, file)
             stack.enter_context(contextlib.redirect_stderr(cast(TextIO, _Tee(sys.stderr, file))))
         try:
             yield
@@ -86,6 +87,11 @@ def reported(log: str | None = None) -> Iterator[None]:
             if known is None:
                 raise
             _exit(known)
+
+
+def _close(log: TextIO) -> None:
+    with contextlib.suppress(OSError):  # what a full disk did not take
+        log.close()
 
 
 def _exit(error: GristmillError) -> NoReturn:

@@ -26,7 +26,7 @@ from gristmill.layout import RUNNER_PID, Layout
 from gristmill.manifest import Shard
 from gristmill.outcomes import AnswerCheck
 from gristmill.requests import Request
-from gristmill.shards import read_shard, shard_path
+from gristmill.shards import read_shard
 
 _DRAIN_S = 20.0  # within Slurm's default KillWait of 30 s
 _FORCED_S = 2.0
@@ -73,7 +73,7 @@ def _answered(job: Job) -> dict[tuple[str, str], Place]:
 
 def _requests(job: Job) -> Iterator[Request]:
     for shard in job.shards:
-        yield from read_shard(shard_path(job.layout.shards, shard))
+        yield from read_shard(job.layout.shards / job.name / shard.file)
 
 
 def _pending(job: Job, found: dict[tuple[str, str], Place]) -> Iterator[Request]:
@@ -199,9 +199,8 @@ def _write_answers(job: Job, found: dict[tuple[str, str], Place], output: Path) 
     output.mkdir(parents=True, exist_ok=True)
     with Reader() as reader:
         for shard in job.shards:
-            path = output / f"{shard.name.replace('/', '.')}.jsonl"
-            with path.open("wb", 1 << 20) as file:
-                for request in read_shard(shard_path(job.layout.shards, shard)):
+            with (output / shard.file).open("wb", 1 << 20) as file:
+                for request in read_shard(job.layout.shards / job.name / shard.file):
                     file.write(_answer_line(job, request, found, reader))
 
 

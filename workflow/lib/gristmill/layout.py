@@ -24,7 +24,11 @@ class Layout:
 
     @property
     def manifest(self) -> Path:
-        return self.root / "manifest.json"
+        return self.root / "manifest" / "manifest.json"
+
+    def ids(self, source: str) -> Path:
+        """Hashes of the ids of a source."""
+        return self.root / "manifest" / f"{source}.ids"
 
     @property
     def runner(self) -> Path:
@@ -34,10 +38,6 @@ class Layout:
     @property
     def shards(self) -> Path:
         return self.root / "shards"
-
-    @property
-    def checked(self) -> Path:
-        return self.root / "checked.json"
 
     @property
     def journal(self) -> Path:

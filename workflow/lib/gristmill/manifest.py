@@ -14,26 +14,33 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.campaign import Campaign
+from gristmill.cutting import cut_source, prove_unique
 from gristmill.errors import GristmillError
 from gristmill.layout import Layout, write_atomically
-from gristmill.sources import Source, Start, count_shards, find_inputs, identity, recognise
+from gristmill.sources import Source, find_inputs, identity, recognise
 
 _VERSION = 1
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Consecutive requests of one source."""
+    """Consecutive rows of one source. first: how many rows of the source come before. start: see cutting.Cut."""
 
     source: Source
     index: int
+    first: int
     rows: int
     digest: str
-    start: Start | None = None  # where it begins in a file that can be read from the middle
+    start: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.source.key}/{self.index:05d}"
+        return f"{self.source.key}.{self.index:05d}"
+
+    @property
+    def file(self) -> str:
+        """The name of its files, in the folder of its group."""
+        return f"{self.name}.jsonl"
 
 
 @dataclass(frozen=True)
@@ -48,11 +55,9 @@ class Manifest:
     def rows(self) -> int:
         return sum(shard.rows for shard in self.shards)
 
-    def source(self, key: str) -> Source:
-        return next(source for source in self.sources if source.key == key)
-
-    def shards_of(self, key: str) -> list[Shard]:
-        return [shard for shard in self.shards if shard.source.key == key]
+    def group_of(self) -> dict[str, str]:
+        """Shard name → name of its group."""
+        return {shard.name: name for name, shards in self.groups.items() for shard in shards}
 
 
 def digest_of(shards: list[Shard]) -> str:
@@ -62,13 +67,17 @@ def digest_of(shards: list[Shard]) -> str:
 
 
 def update_manifest(campaign: Campaign, project: Path) -> Manifest:
-    """Look at the inputs, read those that changed, and write the manifest. For the main process only."""
-    path = Layout(campaign.campaign).manifest
+    """Look at the inputs, read those that changed, prove the ids unique, and write the manifest.
+
+    For the main process only. Raises GristmillError for inputs that cannot be read and ids that occur twice.
+    """
+    layout = Layout(campaign.campaign)
+    path = layout.manifest
     old = _load(path)
     cut = {
         "shard_size": campaign.shard_size,
         "shards_per_group": campaign.shards_per_group,
-        "columns": [campaign.documents.id, campaign.documents.text] if campaign.documents else None,
+        "documents": campaign.documents.model_dump(exclude={"keep"}) if campaign.documents else None,
     }
     if old.get("cut") != cut:
         old = {}
@@ -76,19 +85,18 @@ def update_manifest(campaign: Campaign, project: Path) -> Manifest:
     for name in find_inputs(campaign, project):
         known = old.get("inputs", {}).get(name)
         now = identity(name)
-        if known and known["identity"] == now:
+        if known and known["identity"] == now and layout.ids(Source(**known["source"]).key).exists():
             entries[name] = known
             continue
         source = recognise(name, campaign.documents)
-        entries[name] = {
-            "identity": now,
-            "source": source.as_json(),
-            "shards": count_shards(source, campaign.shard_size),
-        }
+        cuts = cut_source(source, campaign.shard_size, campaign.documents, layout.ids(source.key))
+        entries[name] = {"identity": now, "source": source.as_json(), "shards": [cut._asdict() for cut in cuts]}
     data = {"version": _VERSION, "cut": cut, "inputs": entries}
     shards = _shards(entries)
     data["slots"] = _slots(old.get("slots", []), [shard.name for shard in shards])
     if data != old:
+        sources = [Source(**entry["source"]) for entry in entries.values()]
+        prove_unique([(source, layout.ids(source.key)) for source in sources], campaign.documents)
         write_atomically(path, json.dumps(data, indent=1) + "\n")
     manifest = _manifest(data)
     if not manifest.shards:
@@ -119,10 +127,11 @@ def _load(path: Path) -> dict[str, Any]:
 def _shards(entries: dict[str, Any]) -> list[Shard]:
     shards = []
     for entry in entries.values():
-        source = Source(**entry["source"])
+        source, first = Source(**entry["source"]), 0
         for index, cut in enumerate(entry["shards"]):
-            start = Start(*cut["start"]) if cut.get("start") else None
-            shards.append(Shard(source, index, cut["rows"], cut["digest"], start))
+            start = tuple(cut["start"]) if cut["start"] else None
+            shards.append(Shard(source, index, first, cut["rows"], cut["digest"], start))
+            first += cut["rows"]
     return shards
 
 

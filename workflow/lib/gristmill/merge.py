@@ -10,18 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gristmill import __version__
+from gristmill.cutting import id_hash
 from gristmill.errors import GristmillError
 from gristmill.layout import Layout, write_atomically
-from gristmill.manifest import Shard
-from gristmill.outcomes import Answer, AnswerCheck, interpret
+from gristmill.outcomes import Answer, AnswerCheck, interpret, json_text
 from gristmill.parallel import WORTH_PROCESSES, ordered_map
-from gristmill.shards import id_hash, shard_path
 
 _ROW_GROUP_BYTES = 32 << 20
 _ROW_GROUP_ROWS = 100_000
@@ -49,6 +47,7 @@ _AFTER = {
     "source_row": pa.int64(),
     "raw": pa.string(),
 }
+_AGAIN = "delete the results' answers/ folder and run again: the journal keeps all, nothing is asked twice"
 _SCALARS = {"string": pa.string(), "integer": pa.int64(), "number": pa.float64(), "boolean": pa.bool_()}
 
 
@@ -79,11 +78,13 @@ def table_for(check: AnswerCheck, keep: Sequence[str]) -> Table:
         if name == "label" and kind == pa.string():
             properties[name] = ("label", kind)
             continue
-        column = f"answer_{name}" if name in taken else name
+        column = name
+        while column in taken:
+            column = f"answer_{column}"
         taken.add(column)
         properties[name] = (column, kind)
     columns = {}
-    for name in keep:
+    for name in dict.fromkeys(keep):
         column = f"input_{name}" if name in taken else name
         if column in taken:
             raise GristmillError(
@@ -178,8 +179,13 @@ def convert(part: Part) -> Converted:
     cells: list[tuple[Any, ...]] = []
     size = 0
     with part.path.open("rb", 1 << 20) as lines:
-        for line in lines:
-            row = orjson.loads(line)
+        for number, line in enumerate(lines, start=1):
+            try:
+                row = orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                raise GristmillError(
+                    f"the answers file is damaged: {error}", where=f"{part.path}, line {number}", help=_AGAIN
+                ) from error
             answer, record = _answer_of(row, part.check)
             cells.append(_cells(row, record, answer, part))
             if answer.status != "ok":
@@ -225,16 +231,21 @@ def _typed(answer: Answer, table: Table) -> dict[str, Any]:
         if value is None:
             typed[column] = None
         elif kind == pa.string():
-            typed[column] = value if isinstance(value, str) else orjson.dumps(value).decode()
+            typed[column] = value if isinstance(value, str) else json_text(value)
+            if typed[column] is None:
+                _refuse(answer, "schema_mismatch", f"{name} is nested too deeply")
         elif kind == pa.float64():
             typed[column] = float(value)
         elif kind == pa.int64() and not -(2**63) <= (value := int(value)) < 2**63:
             typed[column] = None
-            answer.status, answer.error_code = "invalid", "number_out_of_range"
-            answer.error_message = f"{name} is beyond 64 bits"
+            _refuse(answer, "number_out_of_range", f"{name} is beyond 64 bits")
         else:
             typed[column] = value
     return typed
+
+
+def _refuse(answer: Answer, code: str, message: str) -> None:
+    answer.status, answer.error_code, answer.error_message = "invalid", code, message
 
 
 def _cells(row: dict[str, Any], record: dict[str, Any] | None, answer: Answer, part: Part) -> tuple[Any, ...]:
@@ -284,14 +295,14 @@ def _error_line(row: dict[str, Any], answer: Answer, source_file: str) -> bytes:
 
 def merge(
     parts: Sequence[Part],
-    shards: Sequence[Shard],
-    layout: Layout,
+    ids: Sequence[tuple[str, Path]],
     workers: int,
     outputs: tuple[Path, Path, Path],
 ) -> Summary:
     """Write answers.parquet, errors.jsonl and summary.json (`outputs`) and prove that the table is complete.
 
-    parts: one for each shard, in the shards' order, which is the order of the inputs. workers: processes that convert.
+    parts: one for each shard, in the order of the inputs. ids: each input and the file with the hashes of its ids.
+    workers: processes that convert.
     Raises GristmillError naming what is missing, twice or out of place; then no output is left.
     """
     table_path, errors_path, summary_path = outputs
@@ -316,7 +327,7 @@ def merge(
                     waiting = []
             if waiting:
                 writer.write_table(pa.Table.from_batches(waiting, schema))
-        prove_complete(temporary, shards, layout.shards)
+        prove_complete(temporary, ids)
         temporary_errors.replace(errors_path)
         temporary.replace(table_path)
     finally:
@@ -326,28 +337,33 @@ def merge(
     return summary
 
 
-def prove_complete(table: Path, shards: Sequence[Shard], shard_root: Path) -> None:
-    """Read the ids back from the table and compare them with the shards' own, one by one and in order.
+def prove_complete(table: Path, ids: Sequence[tuple[str, Path]]) -> None:
+    """Read the ids back from the table and compare them with those of the inputs, one by one and in order.
 
-    The ids of the shards were proved unique before anything was sent; so every id is there exactly once.
+    ids: each input and the file with the hashes of its ids, which were proved unique before anything was sent; so
+    every id is in the table exactly once.
     """
     with pq.ParquetFile(table) as file:
         written = _hashes_of(file)
-        for shard in shards:
-            expected = np.fromfile(shard_path(shard_root, shard).with_suffix(".ids"), dtype="V16")
-            for place, want in enumerate(expected.tolist()):
+        for source, hashes in ids:
+            for row, want in enumerate(_stored(hashes), start=1):
                 got = next(written, None)
                 if got is None or got[1] != want:
                     found = "nothing" if got is None else repr(got[0])
                     raise GristmillError(
-                        f"the table is not complete: row {place + 1} of shard {shard.name} should be there, "
-                        f"found {found}",
+                        f"the table is not complete: found {found} in the place of row {row} of {source}",
                         where=str(table),
                         help="run again; if it comes back, delete the results' answers/ folder (the journal keeps all)",
                     )
         extra = next(written, None)
         if extra is not None:
             raise GristmillError(f"the table has a row too many: {extra[0]!r}", where=str(table))
+
+
+def _stored(path: Path) -> Iterator[bytes]:
+    with path.open("rb", 1 << 16) as file:
+        while hashed := file.read(16):
+            yield hashed
 
 
 def _hashes_of(file: pq.ParquetFile) -> Iterator[tuple[str, bytes]]:

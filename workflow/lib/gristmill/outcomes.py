@@ -130,6 +130,14 @@ def parse_json(text: str) -> Any:
         return None
 
 
+def json_text(value: Any) -> str | None:
+    """A parsed value as JSON text, None for one nested so deeply that it can be read but not written."""
+    try:
+        return orjson.dumps(value).decode()
+    except orjson.JSONEncodeError:
+        return None
+
+
 # -- what an answer must be ------------------------------------------------------------------------------------------
 
 
@@ -155,7 +163,10 @@ def _validator(schema: dict[str, Any]) -> Callable[[Any], str | None]:
     validator = kind(schema)
 
     def validate(value: Any) -> str | None:
-        error = jsonschema.exceptions.best_match(validator.iter_errors(value))
+        try:
+            error = jsonschema.exceptions.best_match(validator.iter_errors(value))
+        except RecursionError:
+            return "$: nested too deeply"
         return None if error is None else f"{error.json_path}: {error.message}"
 
     return validate
@@ -192,7 +203,7 @@ def interpret(status: int, body: str, route: str, check: AnswerCheck) -> Answer:
         vector = first.get("embedding") if isinstance(first, dict) else None
         if not vector:
             return _failed(result, "empty", "the response has no embedding")
-        result.answer = vector if isinstance(vector, str) else orjson.dumps(vector).decode()
+        result.answer = vector if isinstance(vector, str) else json_text(vector)
         return result
     _READERS.get(route, _read_chat)(data, result)
     return _checked(result, check)
@@ -207,7 +218,7 @@ def _read_chat(data: dict[str, Any], result: Answer) -> None:
     content = _text(message.get("content"))
     calls = message.get("tool_calls")
     if content is None and calls:
-        content = orjson.dumps(calls).decode()
+        content = json_text(calls)
     reasoning = _text(message.get("reasoning_content")) or _text(message.get("reasoning"))
     result.answer, result.reasoning = _without_thinking(content, reasoning)
 

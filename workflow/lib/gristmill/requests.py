@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gristmill.campaign import Campaign, Documents
 from gristmill.errors import GristmillError
-from gristmill.sources import Row, RowError, read_text
+from gristmill.sources import Row, RowError, Source, read_text
 
 ROUTES = {
     "/v1/chat/completions": "/chat/completions",
@@ -101,6 +101,28 @@ def request_maker(recipe: Recipe, source_path: str) -> Callable[[Row], Request]:
     return maker
 
 
+def row_id(documents: Documents | None, source: Source) -> Callable[[Row], str]:
+    """A function that gives the id that `request_maker` gives a row, without making the request."""
+    replace = documents is not None and documents.invalid_text == "replace"
+
+    def parsed(row: Row) -> str:
+        assert row.payload is not None
+        if documents is None:
+            assert isinstance(row.payload, bytes)
+            data = _parse_object(row.payload)
+            return _checked_id(data["custom_id"] if "custom_id" in data and "body" in data else data.get("id"))
+        return _document_id(_columns(row, documents, replace, read=False), documents)
+
+    def id_of(row: Row) -> str:
+        fallback = f"{source.path}:{row.number}"
+        try:
+            return fallback if row.error is not None else parsed(row)
+        except _BadRow as bad:
+            return _shown(bad.id or fallback)
+
+    return id_of
+
+
 class _BadRow(Exception):
     def __init__(
         self, code: str, message: str, id: str | None = None, keep: dict[str, str | None] | None = None
@@ -109,8 +131,9 @@ class _BadRow(Exception):
 
 
 def _bad(id: str, row: int, error: RowError, keep: dict[str, str | None] | None = None) -> Request:
-    # The id may come from text that is not valid Unicode: it is shown, never lost.
-    return Request(_shown(id), row, None, "", b"", None, keep or {}, error)
+    # Id and message may hold text that is not valid Unicode: it is shown, never lost.
+    shown = RowError(error.code, _shown(error.message))
+    return Request(_shown(id), row, None, "", b"", None, keep or {}, shown)
 
 
 def _shown(text: str) -> str:
@@ -163,7 +186,7 @@ def _explained(text: bytes, error: orjson.JSONDecodeError) -> _BadRow:
         return _BadRow("malformed_json", "the JSON is nested too deeply")
     if isinstance(data, dict) and isinstance(given := data.get("custom_id", data.get("id")), str):
         id = _shown(given) or None
-    if "surrogate" in str(error):
+    if "surrogate" in str(error):  # orjson's words; tests/test_requests.py holds it to them
         return _BadRow("lone_surrogate", f"a \\uD800–\\uDFFF escape stands alone: {error}", id)
     if "infinity" in str(error) or "NaN" in decoded or "Infinity" in decoded:
         return _BadRow("number_out_of_range", f"a number that JSON does not have: {error}", id)
@@ -172,7 +195,7 @@ def _explained(text: bytes, error: orjson.JSONDecodeError) -> _BadRow:
 
 def _checked_id(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        what = "is missing" if value is None else f"must be a text or an integer, found {value!r}"
+        what = "is missing" if value is None else f"must be a text or an integer, found {repr(value)[:100]}"
         raise _BadRow("missing_id" if value is None else "bad_id", f"id {what}")
     return str(value)
 
@@ -237,9 +260,12 @@ def _check_body(route: str, body: dict[str, Any], id: str) -> None:
 
 
 def _finished(id: str, row: int, route: str, body: dict[str, Any], keep: dict[str, str | None], text: bytes) -> Request:
+    try:
+        canonical = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
+    except orjson.JSONEncodeError as error:
+        raise _BadRow("malformed_request", f"the request cannot be sent: {error}", id, keep) from error
     if _has_huge_float(body) and _LONG_INTEGER.search(text):
-        raise _BadRow("number_out_of_range", "an integer is beyond 64 bits and would not arrive exactly", id)
-    canonical = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
+        raise _BadRow("number_out_of_range", "an integer is beyond 64 bits and would not arrive exactly", id, keep)
     return Request(id, row, fingerprint(route, canonical), route, canonical, str(body["model"]), keep)
 
 
@@ -271,16 +297,17 @@ def _document_maker(recipe: Recipe) -> Callable[[Row], Request]:
 
     def make(row: Row) -> Request:
         columns = _columns(row, documents, replace)
-        if documents.id not in columns:
-            raise _BadRow("missing_id", f"there is no column {documents.id!r}")
-        raw_id = columns[documents.id]
-        id = _checked_id(_scalar_id(raw_id))
-        keep = {name: _as_text(columns.get(name)) for name in documents.keep}
+        id = _document_id(columns, documents)
+        keep = {name: _as_text(columns.get(name), id) for name in documents.keep}
         text = columns.get(documents.text)
+        if documents.text not in columns:
+            raise _BadRow("missing_text", f"there is no column {documents.text!r}", id, keep)
         if text is None or (isinstance(text, str) and not text.strip()):
             raise _BadRow("empty_document", f"column {documents.text!r} is empty", id, keep)
         if not isinstance(text, str):
             raise _BadRow("not_text", f"column {documents.text!r} holds {type(text).__name__}, not text", id, keep)
+        if isinstance(row.payload, bytes) and _LONG_INTEGER.search(row.payload) and _has_huge_float(columns):
+            raise _BadRow("number_out_of_range", "an integer is beyond 64 bits and would not arrive exactly", id, keep)
         names = {**columns, "id": id, "text": text, "labels": labels}
         try:
             prompt = render(names)
@@ -307,8 +334,14 @@ def _template(text: str) -> jinja2.Template:
         raise GristmillError(f"the prompt template: {error.message}", where=f"prompt, line {error.lineno}") from error
 
 
-def _columns(row: Row, documents: Documents, replace: bool) -> dict[str, Any]:
-    """The columns of a row as valid Unicode, or _BadRow."""
+def _document_id(columns: dict[str, Any], documents: Documents) -> str:
+    if documents.id not in columns:
+        raise _BadRow("missing_id", f"there is no column {documents.id!r}")
+    return _checked_id(_scalar_id(columns[documents.id]))
+
+
+def _columns(row: Row, documents: Documents, replace: bool, read: bool = True) -> dict[str, Any]:
+    """The columns of a row as valid Unicode, or _BadRow. read: whether a text file of a folder is read."""
     if isinstance(row.payload, bytes):
         return _parse_document(row.payload, replace)
     assert row.payload is not None
@@ -316,7 +349,7 @@ def _columns(row: Row, documents: Documents, replace: bool) -> dict[str, Any]:
     path = columns.pop("path", None) if isinstance(columns.get("path"), Path) else None
     if path is not None:
         columns["path"] = path.as_posix()
-        content = read_text(path)
+        content = read_text(path) if read else b""
         if isinstance(content, RowError):
             raise _BadRow(content.code, content.message, columns["id"])
         columns = {
@@ -375,11 +408,14 @@ def _scalar_id(value: object) -> object:
     return value if isinstance(value, bool | float | list | dict) else str(value)
 
 
-def _as_text(value: object) -> str | None:
+def _as_text(value: object, id: str) -> str | None:
     """A kept column as text: strings as they are, anything else as JSON, what JSON does not have by str()."""
     if value is None or isinstance(value, str):
         return value
-    return orjson.dumps(value, default=str, option=orjson.OPT_SORT_KEYS).decode()
+    try:
+        return orjson.dumps(value, default=str, option=orjson.OPT_SORT_KEYS).decode()
+    except orjson.JSONEncodeError as error:
+        raise _BadRow("malformed_json", f"a column of documents.keep: {error}", id) from error
 
 
 def _answer_format(recipe: Recipe) -> dict[str, Any]:

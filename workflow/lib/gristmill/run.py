@@ -12,16 +12,16 @@ from typing import Any
 
 import psutil
 
-from gristmill import shards as shard_files
 from gristmill.campaign import Campaign, load_campaign, parse_campaign
 from gristmill.engines import ENGINES, URL_CONCURRENCY, Address, Attachment, Launch
 from gristmill.errors import GristmillError
 from gristmill.layout import RUNNER_PID, Layout, find_file, write_atomically
-from gristmill.manifest import Manifest, Shard, digest_of, read_manifest, update_manifest
+from gristmill.manifest import Manifest, digest_of, read_manifest, update_manifest
 from gristmill.merge import Part, merge, table_for, verdict
 from gristmill.outcomes import AnswerCheck
 from gristmill.registry import Model, load_model, model_path
 from gristmill.requests import Recipe, recipe
+from gristmill.shards import write_shards
 
 # Part of what decides whether a finished group is done again: raise it when requests or answer lines of the same
 # campaign come out differently (tests/test_output_version.py notices).
@@ -90,12 +90,8 @@ class Run:
 
     # -- what a rule's jobs depend on: a job is done again when one of these changes ---------------------------------
 
-    def source_state(self, key: str) -> str:
-        """Changes when the shard files of a source must be written again."""
-        return _digest(digest_of(self.manifest.shards_of(key)), self.recipe.digest(), OUTPUT_VERSION)
-
     def group_state(self, name: str) -> str:
-        """Changes when the answers of a group must be looked up again."""
+        """Changes when the requests of a group do."""
         return _digest(digest_of(self.manifest.groups[name]), self.recipe.digest(), OUTPUT_VERSION)
 
     def state(self) -> str:
@@ -109,25 +105,11 @@ class Run:
             OUTPUT_VERSION,
         )
 
-    def sources_of(self, group: str) -> list[str]:
-        """Keys of the sources that a group's shards come from."""
-        return list(dict.fromkeys(shard.source.key for shard in self.manifest.groups[group]))
-
-    def source_keys(self) -> list[str]:
-        """Keys of the sources that have rows."""
-        return list(dict.fromkeys(shard.source.key for shard in self.manifest.shards))
-
     # -- what a rule's job does -----------------------------------------------------------------------------------
 
-    def cut(self, key: str, output: str, workers: int) -> None:
+    def cut(self, group: str, output: str) -> None:
         """The job of rule `shard`."""
-        source, cut = self.manifest.source(key), self.manifest.shards_of(key)
-        shard_files.write_shards(source, cut, self.recipe, Path(output), workers)
-
-    def check_inputs(self, output: str) -> None:
-        """The job of rule `check`."""
-        counts = shard_files.check_shards(self.manifest.shards, self.layout.shards)
-        write_atomically(Path(output), json.dumps(counts) + "\n")
+        write_shards(self.manifest.groups[group], self.recipe, Path(output))
 
     def ask(self, group: str, output: str) -> None:
         """The job of rule `infer`."""
@@ -151,27 +133,26 @@ class Run:
     def write_table(self, outputs: tuple[str, str, str], workers: int) -> None:
         """The job of rule `merge`."""
         table = table_for(self.check, self.campaign.documents.keep if self.campaign.documents else ())
-        group_of = {shard.name: name for name, shards in self.manifest.groups.items() for shard in shards}
         gold = self.campaign.gold.column if self.campaign.gold else None
+        group_of = self.manifest.group_of()
         parts = [
-            Part(self._answers_path(group_of, shard), shard.source.path, shard.rows, table, self.check, gold)
+            Part(
+                path=self.layout.answers / group_of[shard.name] / shard.file,
+                source_file=shard.source.path,
+                rows=shard.rows,
+                table=table,
+                check=self.check,
+                gold=gold,
+            )
             for shard in self.manifest.shards
         ]
-        merge(
-            parts,
-            self.manifest.shards,
-            self.layout,
-            workers,
-            (Path(outputs[0]), Path(outputs[1]), Path(outputs[2])),
-        )
+        ids = [(source.path, self.layout.ids(source.key)) for source in self.manifest.sources]
+        merge(parts, ids, workers, (Path(outputs[0]), Path(outputs[1]), Path(outputs[2])))
 
     def judge(self, summary: str) -> None:
         """The job of rule `complete`."""
         data = json.loads(Path(summary).read_text(encoding="utf-8"))
         verdict(data, self.campaign.limits.max_error_share, self.layout)
-
-    def _answers_path(self, group_of: dict[str, str], shard: Shard) -> Path:
-        return self.layout.answers / group_of[shard.name] / f"{shard.name.replace('/', '.')}.jsonl"
 
     @property
     def concurrency(self) -> int:

@@ -8,8 +8,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +22,7 @@ from gristmill.campaign import Campaign, Documents
 from gristmill.errors import GristmillError
 from gristmill.jsonarray import NotAnArray, array_elements
 from gristmill.layout import find_file
-from gristmill.streams import MAX_RECORD, compression, line_offsets, read_chunks, split_lines
+from gristmill.streams import MAX_RECORD, read_chunks, split_lines
 
 Kind = Literal["lines", "array", "csv", "parquet", "folder", "empty"]
 
@@ -42,10 +43,10 @@ class RowError(NamedTuple):
 
 
 class Start(NamedTuple):
-    """A place in a file of lines: offset in bytes, and the number of the line there."""
+    """Where to begin in a source: offset in bytes, and the number of the row there."""
 
     offset: int
-    line: int
+    number: int
 
 
 _TOP = Start(0, 1)
@@ -55,13 +56,14 @@ class Row(NamedTuple):
     """One row of an input.
 
     number: line, element or row, counted from 1. payload: JSON text, a mapping of columns, or None.
-    digest: bytes that change when the row changes.
+    digest: bytes that change when the row changes. offset: where it starts in the file, bytes, if that is known.
     """
 
     number: int
     payload: bytes | dict[str, Any] | None
     digest: bytes
     error: RowError | None = None
+    offset: int | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Source:
     def key(self) -> str:
         """A name for files and wildcards, unique to the path."""
         stem = re.sub(r"[^A-Za-z0-9]+", "-", Path(self.path.rstrip("*/")).name.split(".")[0]).strip("-")[:40]
-        return f"{stem or 'input'}-{hashlib.blake2b(self.path.encode(), digest_size=4).hexdigest()}"
+        return f"{stem or 'input'}-{hashlib.blake2b(os.fsencode(self.path), digest_size=4).hexdigest()}"
 
     def as_json(self) -> dict[str, str]:
         return asdict(self)
@@ -96,7 +98,7 @@ def find_inputs(campaign: Campaign, project: Path) -> list[str]:
     paths: dict[str, None] = {}
     for entry in campaign.input:
         expanded = os.path.expanduser(os.path.expandvars(entry))
-        if glob.has_magic(expanded):
+        if glob.has_magic(expanded) and not Path(expanded).exists():
             pattern = expanded
             matches = sorted(glob.glob(pattern, recursive=True))
             if not matches:
@@ -118,7 +120,7 @@ def find_inputs(campaign: Campaign, project: Path) -> list[str]:
         path = find_file(entry, project, "the input")
         if path.is_dir():
             _check_folder(path, campaign)
-            paths[f"{path}/**/*"] = None
+            paths[f"{glob.escape(str(path))}/**/*"] = None
         else:
             paths[str(path)] = None
     return list(paths)
@@ -142,7 +144,7 @@ def _check_folder(path: Path, campaign: Campaign) -> None:
 
 def identity(path: str) -> list[int]:
     """What tells whether an input changed: [size in bytes, mtime in ns]; sums over a folder's files."""
-    if not glob.has_magic(path):
+    if not _is_pattern(path):
         stat = Path(path).stat()
         return [stat.st_size, stat.st_mtime_ns]
     size, times = 0, hashlib.blake2b(digest_size=7)
@@ -153,11 +155,26 @@ def identity(path: str) -> list[int]:
     return [size, int.from_bytes(times.digest(), "big")]
 
 
+def _is_pattern(path: str) -> bool:
+    """Whether a path of `find_inputs` is a folder's pattern; a file's name may hold `*`, `?` and `[`, too."""
+    return glob.has_magic(path) and not Path(path).is_file()
+
+
+def _fixed_part(pattern: str) -> str:
+    """The folder that a pattern starts from: its parts that are not patterns themselves."""
+    parts: list[str] = []
+    for part in pattern.split("/")[:-1]:
+        plain = re.sub(r"\[([*?\[])\]", r"\1", part)
+        if glob.escape(plain) != part:
+            break
+        parts.append(plain)
+    return "/".join(parts)
+
+
 def recognise(path: str, documents: Documents | None) -> Source:
     """Say what an input is from its content. Raises GristmillError when it is nothing that can be read."""
-    if glob.has_magic(path):
-        base = path.split("*", 1)[0].split("?", 1)[0].split("[", 1)[0].rpartition("/")[0]
-        return Source(path, "folder", base=base)
+    if _is_pattern(path):
+        return Source(path, "folder", base=_fixed_part(path))
     with Path(path).open("rb") as file:
         magic = file.read(4)
     if magic == b"PAR1":
@@ -171,9 +188,10 @@ def recognise(path: str, documents: Documents | None) -> Source:
         if any(chunk.strip() for chunk in chunks):
             raise _unexpected(path, "a megabyte of white space", "check the file")
         return Source(path, "empty")
-    if _is_array(head, path):
+    more = next(chunks, b"")
+    if _is_array(head, chain([more], chunks), path):
         return Source(path, "array")
-    found = _sniff_lines(head)
+    found = _sniff_lines(head, whole=not more)
     if found == "objects":
         return Source(path, "lines")
     if documents is not None:
@@ -199,18 +217,12 @@ def _unexpected(path: str, found: str, help: str) -> GristmillError:
     return GristmillError(f"the input is {found}", where=path, help=help)
 
 
-def _is_array(head: bytes, path: str) -> bool:
-    first = head.split(b"\n", 1)[0].strip()
-    if first.startswith(b"{") and b"\n" in head:
-        try:
-            value = orjson.loads(first)
-        except orjson.JSONDecodeError:
-            pass
-        else:
-            return isinstance(value, dict) and isinstance(value.get("requests"), list)
-    elements = array_elements([head], path)
+def _is_array(head: bytes, rest: Iterable[bytes], path: str) -> bool:
+    first, _, others = head.partition(b"\n")
+    if others.strip() and _is_object(first.strip()):
+        return False  # a line that is whole, and more lines
     try:
-        next(elements, None)
+        next(array_elements(chain([head], rest), path), None)
     except NotAnArray:
         return False
     except GristmillError:
@@ -218,16 +230,16 @@ def _is_array(head: bytes, path: str) -> bool:
     return True
 
 
-def _sniff_lines(head: bytes) -> Literal["objects", "mixed", "none"]:
-    """Whether the first lines are JSON objects: all that are whole, some, or none."""
+def _sniff_lines(head: bytes, whole: bool) -> Literal["objects", "mixed", "none"]:
+    """Whether the first lines are JSON objects: all that are whole, some, or none. whole: `head` is all there is."""
     lines = [line.strip() for line in head.split(b"\n")]
-    if len(lines) > 1:
-        lines = lines[:-1] if len(head) >= 1 << 20 else lines
+    if len(lines) > 1 and not whole:
+        lines.pop()
     lines = [line for line in lines if line][:_SNIFFED_LINES]
     good = sum(line.startswith(b"{") and _is_object(line) for line in lines)
     if good == len(lines):
         return "objects"
-    if len(lines) == 1 and len(head) >= 1 << 20 and lines[0].startswith(b"{"):
+    if len(lines) == 1 and not whole and lines[0].startswith(b"{"):
         return "objects"  # one line longer than what is sniffed
     return "mixed" if good else "none"
 
@@ -243,7 +255,7 @@ def _is_lenient_object(line: bytes) -> bool:
     """JSON but for invalid UTF-8, lone surrogates or numbers out of range: one bad row, not a wrong file."""
     try:
         return isinstance(json.loads(line.decode("utf-8", "surrogateescape"), strict=False), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 
@@ -260,36 +272,48 @@ def _csv_delimiter(head: bytes, documents: Documents) -> str | None:
     return None
 
 
-def read_rows(source: Source, start: Start | None = None) -> Iterator[Row]:
-    """The rows of a source as a stream, of a file of lines from `start` on.
+def read_rows(source: Source, start: Start = _TOP) -> Iterator[Row]:
+    """The rows of a source as a stream, from `start` on.
 
     Raises GristmillError where the file is not what it claims to be.
     """
-    return _READERS[source.kind](source) if start is None else _read_lines(source, start)
+    return _READERS[source.kind](source, start)
 
 
-def _read_lines(source: Source, start: Start = _TOP) -> Iterator[Row]:
-    for number, line in split_lines(read_chunks(Path(source.path), start.offset), number=start.line):
+def _read_lines(source: Source, start: Start) -> Iterator[Row]:
+    for number, line in split_lines(read_chunks(Path(source.path), start.offset), number=start.number):
         if line is None:
             yield Row(number, None, b"", RowError("line_too_long", f"the line is over {MAX_RECORD >> 20} MiB"))
         elif line and not line.isspace():
             yield Row(number, line, line)
 
 
-def _read_array(source: Source) -> Iterator[Row]:
-    for number, element in array_elements(read_chunks(Path(source.path)), source.path):
-        yield Row(number, element, element)
+def _read_array(source: Source, start: Start) -> Iterator[Row]:
+    chunks = read_chunks(Path(source.path), start.offset)
+    for element in array_elements(chunks, source.path, inside=None if start == _TOP else start):
+        yield Row(element.number, element.text, element.text, None, element.offset)
 
 
-def _read_csv(source: Source) -> Iterator[Row]:
-    lines = (
-        (line + b"\n").decode("utf-8", "surrogateescape") if line is not None else "\0too long\n"
-        for _, line in split_lines(read_chunks(Path(source.path)))
-    )
-    reader = csv.reader(lines, delimiter=source.delimiter, strict=True)
-    header: list[str] | None = None
+def _csv_line(line: bytes | None, where: str) -> str:
+    if line is None:  # its quotes are not seen, so nothing that follows could be read with certainty
+        raise GristmillError(
+            f"a line of the CSV table is over {MAX_RECORD >> 20} MiB", where=where, help="take it out; nothing was sent"
+        )
+    return (line + b"\n").decode("utf-8", "surrogateescape")
+
+
+def _csv_reader(source: Source, start: Start) -> Any:
+    chunks = read_chunks(Path(source.path), start.offset)
+    lines = split_lines(chunks, number=start.number)
+    texts = (_csv_line(line, f"{source.path}, line {number}") for number, line in lines)
+    return csv.reader(texts, delimiter=source.delimiter, strict=True)
+
+
+def _read_csv(source: Source, start: Start) -> Iterator[Row]:
+    header: list[str] | None = None if start == _TOP else next(_csv_reader(source, _TOP))
+    reader = _csv_reader(source, start)
     while True:
-        number = reader.line_num + 1
+        number = reader.line_num + start.number
         try:
             cells = next(reader, None)
         except csv.Error as error:
@@ -314,22 +338,42 @@ def _read_csv(source: Source) -> Iterator[Row]:
             yield Row(number, None, repr(cells).encode(), RowError("malformed_row", message))
 
 
-def _read_parquet(source: Source) -> Iterator[Row]:
+def _read_parquet(source: Source, start: Start) -> Iterator[Row]:
     number = 0
     try:
         with pq.ParquetFile(source.path) as table:
-            for batch in table.iter_batches(batch_size=512):
-                for values in batch.to_pylist():
+            sizes = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
+            while sizes and number + sizes[0] < start.number:
+                number += sizes.pop(0)
+            groups = range(table.num_row_groups - len(sizes), table.num_row_groups)
+            for batch in table.iter_batches(batch_size=512, row_groups=list(groups)):
+                for values in _row_values(batch):
                     number += 1
-                    yield Row(number, values, b"")
-    except (OSError, pa.ArrowException) as error:
+                    if number >= start.number:
+                        yield Row(number, values, b"")
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise GristmillError(
             f"the Parquet table cannot be read: {error}", where=source.path, help="write the file again"
         ) from error
 
 
-def _read_folder(source: Source) -> Iterator[Row]:
-    for number, path in enumerate(source.files(), start=1):
+def _row_values(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """The rows of a batch; texts as bytes when one of them is not UTF-8, which Parquet does not prevent."""
+    try:
+        rows: list[dict[str, Any]] = batch.to_pylist()
+    except UnicodeDecodeError:
+        columns = [
+            column.cast(pa.binary())
+            if pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
+            else column
+            for column in batch.columns
+        ]
+        rows = pa.RecordBatch.from_arrays(columns, names=batch.schema.names).to_pylist()
+    return rows
+
+
+def _read_folder(source: Source, start: Start) -> Iterator[Row]:
+    for number, path in enumerate(source.files()[start.number - 1 :], start=start.number):
         name = os.path.relpath(path, source.base) if source.base else path.as_posix()
         stat = path.stat()
         digest = f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}".encode("utf-8", "surrogateescape")
@@ -353,57 +397,11 @@ def read_text(path: Path) -> bytes | RowError:
     return b"".join(parts)
 
 
-_READERS: dict[Kind, Callable[[Source], Iterator[Row]]] = {
+_READERS: dict[Kind, Callable[[Source, Start], Iterator[Row]]] = {
     "lines": _read_lines,
     "array": _read_array,
     "csv": _read_csv,
     "parquet": _read_parquet,
     "folder": _read_folder,
-    "empty": lambda source: iter(()),
+    "empty": lambda source, start: iter(()),
 }
-
-
-def count_shards(source: Source, shard_size: int) -> list[dict[str, Any]]:
-    """How a source is cut: [{"rows": N, "digest": hex}] for each shard of at most `shard_size` rows.
-
-    Shards of a plain file of lines say where they start as well, as {"start": [offset, line]}.
-
-    A digest changes when a row of the shard changes; of a Parquet table, when the file does.
-    """
-    if source.kind == "parquet":
-        return _parquet_shards(source, shard_size)
-    shards: list[dict[str, Any]] = []
-    rows, digest = 0, hashlib.blake2b(digest_size=16)
-    first: list[int] = []  # lines that shards start at
-    for row in read_rows(source):
-        if rows == 0:
-            first.append(row.number)
-        digest.update(row.digest)
-        digest.update(b"\n")
-        rows += 1
-        if rows == shard_size:
-            shards.append({"rows": rows, "digest": digest.hexdigest()})
-            rows, digest = 0, hashlib.blake2b(digest_size=16)
-    if rows:
-        shards.append({"rows": rows, "digest": digest.hexdigest()})
-    if source.kind == "lines" and compression(Path(source.path)) is None:
-        for shard, offset, line in zip(shards, line_offsets(Path(source.path), first), first, strict=True):
-            shard["start"] = [offset, line]
-    return shards
-
-
-def _parquet_shards(source: Source, shard_size: int) -> list[dict[str, Any]]:
-    try:
-        total = pq.read_metadata(source.path).num_rows
-    except (OSError, pa.ArrowException) as error:
-        raise GristmillError(
-            f"the Parquet table cannot be read: {error}", where=source.path, help="write the file again"
-        ) from error
-    file = f"{identity(source.path)}"
-    return [
-        {
-            "rows": min(shard_size, total - start),
-            "digest": hashlib.blake2b(f"{file} {start}".encode(), digest_size=16).hexdigest(),
-        }
-        for start in range(0, total, shard_size)
-    ]

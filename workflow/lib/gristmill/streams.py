@@ -12,7 +12,7 @@ from gristmill.errors import GristmillError
 CHUNK = 1 << 20  # bytes read at a time
 MAX_RECORD = 64 << 20  # bytes; a longer line or element becomes an `error` row without being held in memory
 
-_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\x50\x2a\x4d\x18": "zstd"}  # the last as pzstd begins
 _BOM = b"\xef\xbb\xbf"
 _OTHER_BOMS = {
     b"\xff\xfe\x00\x00": "UTF-32",
@@ -42,14 +42,8 @@ def read_chunks(path: Path, offset: int = 0) -> Iterator[bytes]:
             if offset:
                 stream.seek(offset)
             chunk = stream.read(CHUNK)
-            for bom, name in _OTHER_BOMS.items():
-                if chunk.startswith(bom):
-                    raise GristmillError(
-                        f"the file is {name}, not UTF-8",
-                        where=str(path),
-                        help=f"convert it: iconv -f {name} -t UTF-8 {path} > NEW",
-                    )
-            chunk = chunk.removeprefix(_BOM)
+            if offset == 0:
+                chunk = _without_mark(chunk, path)
             while chunk:
                 yield chunk
                 chunk = stream.read(CHUNK)
@@ -58,6 +52,23 @@ def read_chunks(path: Path, offset: int = 0) -> Iterator[bytes]:
         raise GristmillError(
             f"the {what}: {error}", where=str(path), help="fetch or write the file again; nothing was sent"
         ) from error
+
+
+def _without_mark(head: bytes, path: Path) -> bytes:
+    for bom, name in _OTHER_BOMS.items():
+        if head.startswith(bom):
+            raise GristmillError(
+                f"the file is {name}, not UTF-8",
+                where=str(path),
+                help=f"convert it: iconv -f {name} -t UTF-8 {path} > NEW",
+            )
+    return head.removeprefix(_BOM)
+
+
+def bom_length(path: Path) -> int:
+    """Bytes of the UTF-8 byte order mark that a file begins with: 3 or 0."""
+    with path.open("rb") as file:
+        return len(_BOM) if file.read(len(_BOM)) == _BOM else 0
 
 
 def line_offsets(path: Path, numbers: Sequence[int]) -> list[int]:
@@ -82,9 +93,7 @@ def split_lines(
 ) -> Iterator[tuple[int, bytes | None]]:
     """Lines with their numbers, cut at b"\\n" only and without it; None for one over `limit` bytes.
 
-    number: of the first line.
-
-    A line longer than `limit` is passed over in constant memory.
+    number: of the first line. A line longer than `limit` is passed over in constant memory.
     """
     parts: list[bytes] = []  # the line that runs over the chunk's end
     size = 0
@@ -97,10 +106,10 @@ def split_lines(
                 yield number, b"".join(parts) if size <= limit else None
                 parts, size = [], 0
             else:
-                yield number, lines[0]
+                yield number, lines[0] if len(lines[0]) <= limit else None
             for line in lines[1:-1]:
                 number += 1
-                yield number, line
+                yield number, line if len(line) <= limit else None
             number += 1
         size += len(lines[-1])
         if size > limit:
