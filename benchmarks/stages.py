@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ PROJECT = Path(__file__).parents[1]
 sys.path[:0] = [str(PROJECT / "workflow" / "lib")]
 
 from gristmill.journal import Journal  # noqa: E402
-from gristmill.shards import read_shard, shard_path  # noqa: E402
+from gristmill.shards import read_shard  # noqa: E402
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "omicron"]
 
@@ -60,24 +61,37 @@ def bench(count: int, form: str, folder: Path) -> None:
     config = {"campaign": "bench", "input": [source.name], "model": "m"}
     (folder / "c.yaml").write_text(yaml.safe_dump(config | {"endpoint": {"url": "http://127.0.0.1:9/v1"}}))
     size = source.stat().st_size
-    report(count, "count (parse)", count, size, *run(folder, "count"))
-    manifest = json.loads((folder / "results/bench/manifest.json").read_text())
-    group_rows = sum(shard["rows"] for shard in manifest["inputs"][source.name]["shards"][-25:])
-    report(count, "shard", count, size, *run(folder, "shard"))
-    report(count, "check", count, size, *run(folder, "check"))
-    groups = run(folder, "journals")[2]
+    seconds, memory, groups = run(folder, "count")
+    report(count, "count, ids proved unique", count, size, seconds, memory)
+    report(count, "shard", count, size, *run_groups(folder, "shard", groups))
+    run(folder, "journals")
     if len(groups) > 1:
-        report(count, "infer, one group answered", 50_000, 0, *run(folder, f"infer {groups[0]}"))
+        report(count, "infer, a group that is answered", 50_000, 0, *run(folder, f"infer {groups[0]}")[:2])
+    manifest = json.loads((folder / "results/bench/manifest/manifest.json").read_text())
+    shards_left = len(manifest["slots"]) % 25 or 25
+    asked = sum(shard["rows"] for shard in manifest["inputs"][source.name]["shards"][-shards_left:])
     with scripted_endpoint(folder) as url:
         (folder / "c.yaml").write_text(yaml.safe_dump(config | {"endpoint": {"url": url, "concurrency": 64}}))
-        report(count, "infer, one group asked", group_rows, 0, *run(folder, f"infer {groups[-1]}"))
-    for group in groups[1:-1]:
-        run(folder, f"infer {group}")
+        report(count, "infer, a group that is asked", asked, 0, *run(folder, f"infer {groups[-1]}")[:2])
+    run_groups(folder, "infer", groups[1:-1])
     answers = sum(path.stat().st_size for path in (folder / "results/bench/answers").rglob("*.jsonl"))
-    report(count, "merge", count, answers, *run(folder, "merge"))
+    report(count, "merge", count, answers, *run(folder, "merge")[:2])
 
 
-def report(count: int, stage: str, rows: int, size: int, seconds: float, memory: str, _: object) -> None:
+def run_groups(folder: Path, stage: str, groups: list[str]) -> tuple[float, str]:
+    """Run a stage for each group, as many at a time as there are cores, as Snakemake does; seconds and peak memory.
+
+    Starting a process and importing the library is left out of the seconds: a process takes its share of the groups.
+    """
+    cores = os.cpu_count() or 1
+    shares = [" ".join([stage, *groups[core::cores]]) for core in range(cores) if groups[core::cores]]
+    with ThreadPoolExecutor(cores) as pool:
+        done = list(pool.map(lambda share: run(folder, share), shares))
+    seconds = max((took for took, _, _ in done), default=0.0)
+    return seconds, max((memory for _, memory, _ in done), default="", key=lambda memory: int(memory.split()[0]))
+
+
+def report(count: int, stage: str, rows: int, size: int, seconds: float, memory: str) -> None:
     rate = f"{rows / seconds:,.0f}"
     speed, volume = (f"{size / 1e6 / seconds:,.0f}", f"{size / 1e6:,.0f}") if size else ("", "")
     print(f"| {count:,} | {stage} | {rows:,} | {volume} | {seconds:.2f} | {speed} | {rate} | {memory} |", flush=True)
@@ -122,14 +136,14 @@ def stage(name: str) -> None:
     match name.split():
         case ["count"]:
             pass
-        case ["shard"]:
-            work.cut(work.source_keys()[0], str(work.layout.shards / work.source_keys()[0]), os.cpu_count() or 1)
-        case ["check"]:
-            work.check_inputs(str(work.layout.checked))
+        case ["shard", *groups]:
+            for group in groups:
+                work.cut(group, str(work.layout.shards / group))
         case ["journals"]:
             write_journals(work)
-        case ["infer", group]:
-            work.ask(group, str(work.layout.answers / group))
+        case ["infer", *groups]:
+            for group in groups:
+                work.ask(group, str(work.layout.answers / group))
         case ["merge"]:
             outputs = (str(work.layout.table), str(work.layout.errors), str(work.layout.summary))
             work.write_table(outputs, os.cpu_count() or 1)
@@ -150,7 +164,7 @@ def write_journals(work: Any) -> None:
     for name in names[:-1]:
         with Journal(work.layout.journal / f"{name}.bench.jsonl") as journal:
             for shard in work.manifest.groups[name]:
-                for request in read_shard(shard_path(work.layout.shards, shard)):
+                for request in read_shard(work.layout.shards / name / shard.file):
                     journal.append(record(request.fingerprint or "", request.id))
 
 
