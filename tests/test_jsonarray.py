@@ -46,7 +46,7 @@ SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=4).map(tuple)
 INDENT = st.sampled_from([None, 0, 2, "\t"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(requests=st.lists(OBJECTS | VALUES, max_size=6), before=OTHERS, after=OTHERS, sizes=SIZES, indent=INDENT)
 def test_elements_of_requests(
     requests: list[Any], before: dict[str, Any], after: dict[str, Any], sizes: tuple[int, ...], indent: int | str | None
@@ -57,7 +57,7 @@ def test_elements_of_requests(
     assert requests == list(ijson.items(io.BytesIO(data), "requests.item"))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(requests=st.lists(OBJECTS | VALUES, max_size=6), sizes=SIZES, indent=INDENT, ascii=st.booleans())
 def test_elements_of_a_bare_array(
     requests: list[Any], sizes: tuple[int, ...], indent: int | str | None, ascii: bool
@@ -66,7 +66,7 @@ def test_elements_of_a_bare_array(
     assert [json.loads(text) for text in elements(data, sizes)] == requests
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(requests=st.lists(OBJECTS, min_size=1, max_size=4), data=st.data(), sizes=SIZES, bare=st.booleans())
 def test_a_file_that_ends_early_is_an_error(
     requests: list[Any], data: st.DataObject, sizes: tuple[int, ...], bare: bool
@@ -77,7 +77,7 @@ def test_a_file_that_ends_early_is_an_error(
         elements(cut, sizes)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     requests=st.lists(OBJECTS, min_size=1, max_size=3),
     data=st.data(),

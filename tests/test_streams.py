@@ -106,9 +106,7 @@ def test_lines_are_the_same_however_they_are_chunked(chunks: list[bytes], limit:
     lines = whole.split(b"\n")
     expected = lines if lines[-1] else lines[:-1]
     found = list(split_lines(chunks, limit, number))
-    assert found == [
-        (place, line if len(line) <= limit else None) for place, line in enumerate(expected, start=number)
-    ]
+    assert found == [(place, line if len(line) <= limit else None) for place, line in enumerate(expected, start=number)]
 
 
 @settings(max_examples=50, deadline=None)

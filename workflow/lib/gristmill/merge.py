@@ -353,11 +353,11 @@ def prove_complete(table: Path, ids: Sequence[tuple[str, Path]]) -> None:
                     raise GristmillError(
                         f"the table is not complete: found {found} in the place of row {row} of {source}",
                         where=str(table),
-                        help="run again; if it comes back, delete the results' answers/ folder (the journal keeps all)",
+                        help=_AGAIN,
                     )
         extra = next(written, None)
         if extra is not None:
-            raise GristmillError(f"the table has a row too many: {extra[0]!r}", where=str(table))
+            raise GristmillError(f"the table has a row too many: {extra[0]!r}", where=str(table), help=_AGAIN)
 
 
 def _stored(path: Path) -> Iterator[bytes]:

@@ -233,10 +233,12 @@ def _read_completion(data: dict[str, Any], result: Answer) -> None:
 def _read_response(data: dict[str, Any], result: Answer) -> None:
     texts: list[str] = []
     thoughts: list[str] = []
-    for item in data.get("output") or []:
+    output = data.get("output")
+    for item in output if isinstance(output, list) else []:
         if not isinstance(item, dict):
             continue
-        parts = [part for part in item.get("content") or [] if isinstance(part, dict)]
+        content = item.get("content")
+        parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
         found = [part["text"] for part in parts if isinstance(part.get("text"), str)]
         (thoughts if item.get("type") == "reasoning" else texts).extend(found)
     incomplete = data.get("incomplete_details")
@@ -254,14 +256,18 @@ _READERS: dict[str, Callable[[dict[str, Any], Answer], None]] = {
 
 
 def _without_thinking(content: str | None, reasoning: str | None) -> tuple[str | None, str | None]:
-    """Split a leading <think> part from an answer; the opening tag may be missing, as some templates write it."""
+    """Split a leading <think> part from an answer.
+
+    Some templates write the opening tag themselves, so that it is missing; then a closing tag counts only beside a
+    line's end, for an answer may quote one.
+    """
     if content is None or reasoning is not None:
         return content, reasoning
     opened = content.lstrip().startswith("<think>")
     before, tag, after = content.partition("</think>")
     if opened and not tag:
         return "", content.lstrip().removeprefix("<think>").strip()
-    if tag and opened:
+    if tag and (opened or before.endswith("\n") or after.startswith("\n")):
         return after.lstrip(), before.lstrip().removeprefix("<think>").strip()
     return content, None
 

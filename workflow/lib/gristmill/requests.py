@@ -30,7 +30,9 @@ _NEEDED = {
     "/embeddings": "input",
     "/responses": "input",
 }
-_ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# An engine makes a model write properties in the order of their schema, so there the order of keys is of the request.
+_ORDERED = ("response_format", "structured_outputs", "tools", "functions", "text")
 _LONG_INTEGER = re.compile(rb"[:\[,]\s*-?\d{19,}\s*[,\]}]")
 
 
@@ -80,9 +82,9 @@ def recipe(campaign: Campaign, names: tuple[str, ...] | None, template: str | No
     )
 
 
-def fingerprint(route: str, body: bytes) -> str:
+def fingerprint(route: str, canonical: bytes) -> str:
     """128-bit hash (32 hex digits) of a request: its route and its canonical JSON, never an address or an id."""
-    return hashlib.blake2b(route.encode() + b"\n" + body, digest_size=16).hexdigest()
+    return hashlib.blake2b(route.encode() + b"\n" + canonical, digest_size=16).hexdigest()
 
 
 def request_maker(recipe: Recipe, source_path: str) -> Callable[[Row], Request]:
@@ -261,12 +263,15 @@ def _check_body(route: str, body: dict[str, Any], id: str) -> None:
 
 def _finished(id: str, row: int, route: str, body: dict[str, Any], keep: dict[str, str | None], text: bytes) -> Request:
     try:
+        text_sent = orjson.dumps(body)
         canonical = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
     except orjson.JSONEncodeError as error:
         raise _BadRow("malformed_request", f"the request cannot be sent: {error}", id, keep) from error
-    if _has_huge_float(body) and _LONG_INTEGER.search(text):
+    if _has_huge_float(body) and _has_long_integer(text):
         raise _BadRow("number_out_of_range", "an integer is beyond 64 bits and would not arrive exactly", id, keep)
-    return Request(id, row, fingerprint(route, canonical), route, canonical, str(body["model"]), keep)
+    if ordered := [body[key] for key in _ORDERED if key in body]:
+        canonical += orjson.dumps(ordered)
+    return Request(id, row, fingerprint(route, canonical), route, text_sent, str(body["model"]), keep)
 
 
 def _has_huge_float(value: object) -> bool:
@@ -282,6 +287,15 @@ def _has_huge_float(value: object) -> bool:
         if type(item) is not str and _has_huge_float(item):
             return True
     return False
+
+
+def _has_long_integer(text: bytes) -> bool:
+    """Whether a JSON text has an integer beyond 64 bits."""
+    if not _LONG_INTEGER.search(text):
+        return False
+    digits: list[str] = []
+    json.loads(text.decode("utf-8", "replace"), parse_int=digits.append)
+    return not all(-(2**63) <= int(number) < 2**64 for number in digits)
 
 
 # -- requests from documents ----------------------------------------------------------------------------------------
@@ -306,7 +320,7 @@ def _document_maker(recipe: Recipe) -> Callable[[Row], Request]:
             raise _BadRow("empty_document", f"column {documents.text!r} is empty", id, keep)
         if not isinstance(text, str):
             raise _BadRow("not_text", f"column {documents.text!r} holds {type(text).__name__}, not text", id, keep)
-        if isinstance(row.payload, bytes) and _LONG_INTEGER.search(row.payload) and _has_huge_float(columns):
+        if isinstance(row.payload, bytes) and _has_huge_float(columns) and _has_long_integer(row.payload):
             raise _BadRow("number_out_of_range", "an integer is beyond 64 bits and would not arrive exactly", id, keep)
         names = {**columns, "id": id, "text": text, "labels": labels}
         try:
@@ -375,12 +389,11 @@ def _parse_document(text: bytes, replace: bool) -> dict[str, Any]:
     except _BadRow as bad:
         if not replace or bad.error.code not in ("invalid_utf8", "lone_surrogate"):
             raise
-        data = json.loads(text.decode("utf-8", "replace"))
-        if not isinstance(data, dict):
-            raise
-        repaired = _repaired(data)
-        assert isinstance(repaired, dict)
-        return repaired
+        try:
+            repaired = _repaired(json.loads(text.decode("utf-8", "replace")))
+        except (ValueError, RecursionError) as error:
+            raise _BadRow("malformed_json", f"not JSON: {error}") from error
+        return _parse_object(json.dumps(repaired, ensure_ascii=False).encode())
 
 
 def _repaired(value: Any) -> Any:

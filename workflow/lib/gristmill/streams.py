@@ -38,7 +38,8 @@ def read_chunks(path: Path, offset: int = 0) -> Iterator[bytes]:
     packed: str | None = None
     try:
         packed = compression(path)
-        with pa.input_stream(str(path), compression=packed) as stream:
+        with path.open("rb", buffering=0) as file:  # opened here, for Arrow takes no name that is not UTF-8
+            stream = pa.input_stream(file, compression=packed) if packed else file
             if offset:
                 stream.seek(offset)
             chunk = stream.read(CHUNK)
