@@ -9,13 +9,14 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from gristmill import cutting
 from gristmill.campaign import Documents
 from gristmill.cutting import cut_source, id_hash, prove_unique, rows_from
 from gristmill.errors import GristmillError
 from gristmill.sources import Source, read_rows, recognise
 
-ROWS = [{"id": f"d{i}", "text": f"text {i}\nsecond \u2028 line, \"quoted\" {'x' * (i % 7)}"} for i in range(23)]
+ROWS = [{"id": f"d{i}", "text": f'text {i}\nsecond \u2028 line, "quoted" {"x" * (i % 7)}'} for i in range(23)]
 
 
 def _lines(path: Path) -> None:

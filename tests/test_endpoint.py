@@ -311,9 +311,12 @@ sys.exit(3)
 
 
 def kept(code: str, folder: Path, grace: float) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "gristmill.keeper", str(grace), sys.executable, "-c", code, str(folder)]
-    library = Path(__file__).parents[1] / "workflow" / "lib"
-    environment = {**os.environ, MARK: str(folder), "PYTHONPATH": str(library)}
+    """A kept process whose private folder is below `folder`."""
+    script = Path(__file__).parents[1] / "workflow" / "lib" / "gristmill" / "keeper.py"
+    private = folder / "private"
+    private.mkdir()
+    command = [sys.executable, "-P", str(script), str(grace), str(private), sys.executable, "-c", code, str(folder)]
+    environment = {**os.environ, MARK: str(folder)}
     return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
 
 
@@ -337,7 +340,7 @@ def test_keeper_when_its_holder_lets_go(tmp_path: Path) -> None:
     assert keeper.wait(10) == 128 + signal.SIGKILL
     assert (tmp_path / "term").exists()
     assert 0.9 < time.monotonic() - began < 5
-    assert of(tmp_path) == []
+    assert of(tmp_path) == [] and not (tmp_path / "private").exists()
 
 
 @pytest.mark.kill

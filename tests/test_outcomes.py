@@ -35,8 +35,8 @@ def chat(content: Any = "hello", finish: str | None = "stop", **message: Any) ->
 
 TOO_LONG = (
     "This model's maximum context length is 8192 tokens. However, you requested 8 output tokens and your prompt "
-    "contains at least 8185 input tokens, for a total of at least 8193 tokens. Please reduce the length of the input prompt or "
-    "the number of requested output tokens."
+    "contains at least 8185 input tokens, for a total of at least 8193 tokens. Please reduce the length of the input "
+    "prompt or the number of requested output tokens."
 )
 LLAMA_TOO_LONG = json.dumps(
     {
@@ -160,8 +160,8 @@ def test_every_response_has_a_meaning(status: int, body: str) -> None:
     assert interpret(status, body, "/chat/completions", ANY).status in ("ok", "invalid", "error")
 
 
-KEYS = """choices message content tool_calls usage prompt_tokens data embedding output text reasoning error code
-incomplete_details finish_reason type status""".split()
+KEYS = ["choices", "message", "content", "tool_calls", "usage", "prompt_tokens", "data", "embedding", "output", "text"]
+KEYS += ["reasoning", "error", "code", "incomplete_details", "finish_reason", "type", "status"]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=3),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from conftest import PROJECT, Project, wait_until
 
 pytestmark = pytest.mark.vllm
@@ -116,7 +117,9 @@ def test_requests_json_of_real_mails(campaign_folder: Project, mails: list[str])
             {"role": "system", "content": "Sum up the mail in one sentence."},
             {"role": "user", "content": mail["text"][:700]},
         ]
-        requests.append({"id": mail["id"], "model": "smollm2", "messages": messages, "max_tokens": 12, "temperature": 0})
+        requests.append(
+            {"id": mail["id"], "model": "smollm2", "messages": messages, "max_tokens": 12, "temperature": 0}
+        )
     # One that is longer than the context: refused by the engine, a row all the same.
     requests[7]["messages"][1]["content"] = "word " * 5000
     project.write("requests.json", json.dumps({"requests": requests}, indent=1))

@@ -210,9 +210,7 @@ class Window:
         try:
             self._journal.append(record)
         except OSError as error:
-            self._fatal = self._fatal or disk_error(error)
-            if self._fatal is None:
-                raise
+            self._fatal = self._fatal or disk_error(error) or _unwritable(error, self._journal)
             return
         self.pace.observe(latency_s, answer.completion_tokens)
         self.tally.outcomes[answer.status] = self.tally.outcomes.get(answer.status, 0) + 1
@@ -223,6 +221,14 @@ class Window:
             rate = self.tally.answered / (time.monotonic() - self._began)
             done = f"{self.tally.answered:,} of {self._total:,} answered, {rate:.1f}/s"
             print(f"{done}, {self.tally.sent - self.tally.answered} more sent", file=sys.stderr, flush=True)
+
+
+def _unwritable(error: OSError, journal: Journal) -> GristmillError:
+    return GristmillError(
+        f"the journal cannot be written: {error.strerror}",
+        where=str(journal.path),
+        help="look at the filesystem (quota, mount) and run the same command again; what was written is kept",
+    )
 
 
 def _max_tokens(body: bytes) -> int | None:

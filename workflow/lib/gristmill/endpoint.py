@@ -28,6 +28,7 @@ from gristmill.engines import ENGINES, Address, Attachment, Engine, Launch, engi
 from gristmill.errors import GristmillError
 
 _PROBE_S = 120.0
+_KEEPER = str(Path(__file__).with_name("keeper.py"))
 _PORT_TRIES = 5
 _HICCUPS_S = (0.3, 1.0, 3.0)  # waits between the first tries at an attached endpoint
 _POLL_S = 0.2
@@ -118,7 +119,7 @@ class EngineEndpoint:
         self._launch, self._route = launch, route
         self._engine: Engine = ENGINES[launch.model.engine]
         self._start_timeout_s = start_timeout_s
-        self._folder = Path()
+        self._folder: Path | None = None  # private to one start: its socket and its key
         self._key = ""
         self._keeper: subprocess.Popen[bytes] | None = None
         self._ready = False
@@ -127,12 +128,7 @@ class EngineEndpoint:
 
     async def __aenter__(self) -> Self:
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self._folder = Path(tempfile.mkdtemp(prefix="gristmill-"))  # mode 0700
         try:
-            self._key = secrets.token_urlsafe(32)
-            key_file = self._folder / "key"
-            key_file.touch(mode=0o600)
-            key_file.write_text(self._key)
             await self._start()
         except BaseException:
             await self._end()
@@ -179,8 +175,9 @@ class EngineEndpoint:
     async def _start(self) -> None:
         for attempt in range(1, _PORT_TRIES + 1):
             mark = self.log.stat().st_size if self.log.exists() else 0
-            launch = replace(self._launch, address=self._choose_address())
-            self._spawn(launch)
+            folder = self._make_private_folder()
+            launch = replace(self._launch, address=self._choose_address(folder))
+            self._spawn(launch, folder)
             self.client = _client(f"{launch.address.url}/v1", self._key, launch.address.socket)
             try:
                 await self._wait_ready(launch)
@@ -195,27 +192,30 @@ class EngineEndpoint:
                 await self.client.close()
                 raise
 
-    def _choose_address(self) -> Address:
+    def _make_private_folder(self) -> Path:
+        self._folder = folder = Path(tempfile.mkdtemp(prefix="gristmill-"))  # mode 0700; the keeper removes it
+        self._key = secrets.token_urlsafe(32)
+        (folder / "key").touch(mode=0o600)
+        (folder / "key").write_text(self._key)
+        return folder
+
+    def _choose_address(self, folder: Path) -> Address:
         if self._engine.unix_socket:
-            path = self._folder / "engine.sock"
-            path.unlink(missing_ok=True)
+            path = folder / "engine.sock"
             if len(os.fsencode(path)) < 100:  # the kernel's limit is 108 bytes
                 return Address(socket=path)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             return Address(port=probe.getsockname()[1])
 
-    def _spawn(self, launch: Launch) -> None:
+    def _spawn(self, launch: Launch, folder: Path) -> None:
         command = self._engine.command(launch)
-        keeper = [sys.executable, "-m", "gristmill.keeper", str(self._engine.grace_s)]
+        # By path, since the environment is the engine's; -P, so that our modules do not stand before Python's own.
+        keeper = [sys.executable, "-P", _KEEPER, str(self._engine.grace_s), str(folder)]
         environment = engine_environment(self._engine, launch.model, self._key, os.environ)
-        ours = str(Path(__file__).parents[1])
-        # The keeper needs our package and the engine must not see it: `env -u` stands between the two.
-        unset = ["env", "-u", "PYTHONPATH"] if self._engine.own_python else []
-        environment["PYTHONPATH"] = ours
         with self.log.open("ab") as log:
             self._keeper = subprocess.Popen(
-                [*keeper, *unset, *command],
+                [*keeper, *command],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -271,13 +271,10 @@ class EngineEndpoint:
         )
 
     async def _end(self) -> None:
-        try:
-            if hasattr(self, "client"):
-                with contextlib.suppress(Exception):
-                    await self.client.close()
-            await self._stop()
-        finally:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if hasattr(self, "client"):
+            with contextlib.suppress(Exception):
+                await self.client.close()
+        await self._stop()
 
     async def _stop(self) -> None:
         """End the engine and verify that no process of it is left."""
@@ -295,6 +292,8 @@ class EngineEndpoint:
         if keeper.poll() is None:
             keeper.kill()
             keeper.wait()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

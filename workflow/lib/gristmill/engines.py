@@ -114,7 +114,7 @@ def _llamacpp(launch: Launch) -> list[str]:
 
 
 ENGINES: dict[str, Engine] = {
-    "vllm": Engine(_vllm, "VLLM_API_KEY", unix_socket=True, concurrency=64, grace_s=15, own_python=True),
+    "vllm": Engine(_vllm, "VLLM_API_KEY", unix_socket=True, concurrency=64, grace_s=8, own_python=True),
     "llamacpp": Engine(_llamacpp, "GRISTMILL_API_KEY", unix_socket=False, concurrency=4, grace_s=5, own_python=False),
 }
 URL_CONCURRENCY = 16
@@ -127,6 +127,9 @@ def engine_environment(engine: Engine, model: Model, key: str, base: Mapping[str
     if engine.own_python:
         for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
             environment.pop(name, None)
+    else:
+        ours = str(Path(__file__).parents[1])
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [ours, environment.get("PYTHONPATH")]))
     environment.update({name: os.path.expandvars(value) for name, value in model.env.items()})
     environment[engine.key_env] = key
     return environment

@@ -28,7 +28,7 @@ from gristmill.outcomes import AnswerCheck
 from gristmill.requests import Request
 from gristmill.shards import read_shard
 
-_DRAIN_S = 20.0  # within Slurm's default KillWait of 30 s
+_DRAIN_S = 15.0  # with the engine's grace within Slurm's default KillWait of 30 s
 _FORCED_S = 2.0
 
 

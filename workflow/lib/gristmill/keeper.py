@@ -1,9 +1,9 @@
-"""Keeps an engine on a leash: `python -m gristmill.keeper GRACE COMMAND...`.
+"""Keeps an engine on a leash: `python keeper.py GRACE FOLDER COMMAND...`.
 
 The engine lives exactly as long as somebody holds the other end of this process's standard input. When that end
 closes, by intent or because its holder was killed, the engine's process group gets SIGTERM, after GRACE seconds
 SIGKILL, and this process does not exit before every descendant of the engine is gone, workers with sessions of
-their own included: as a child subreaper it inherits them. Exit status: the engine's (128 + signal when killed).
+their own included: as a child subreaper it inherits them. FOLDER, private to the engine, is removed then. Exit status: the engine's (128 + signal when killed).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,26 +39,28 @@ def _before_the_engine() -> None:
 
 def main(argv: list[str]) -> int:
     """Run a command until standard input closes or it ends by itself; see the module's docstring."""
-    grace = float(argv[0])
+    grace, folder, command = float(argv[0]), argv[1], argv[2:]
     for number in _DEAF_TO:
         signal.signal(number, signal.SIG_IGN)  # only the leash ends the engine, so that nothing is left behind
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         engine = subprocess.Popen(
-            argv[1:],
+            command,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=_before_the_engine,
             restore_signals=True,
         )
     except OSError as error:
-        print(f"cannot start the engine: {error.strerror}: {argv[1]}", file=sys.stderr, flush=True)
+        print(f"cannot start the engine: {error.strerror}: {command[0]}", file=sys.stderr, flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
         return 127
     while engine.poll() is None:
         readable, _, _ = select.select([0], [], [], _POLL_S)
         if readable and not os.read(0, 4096):
             _end(engine, grace)
     sweep()
+    shutil.rmtree(folder, ignore_errors=True)
     return engine.returncode if engine.returncode >= 0 else 128 - engine.returncode
 
 

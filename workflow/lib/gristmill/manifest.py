@@ -85,7 +85,7 @@ def update_manifest(campaign: Campaign, project: Path) -> Manifest:
     for name in find_inputs(campaign, project):
         known = old.get("inputs", {}).get(name)
         now = identity(name)
-        if known and known["identity"] == now and layout.ids(Source(**known["source"]).key).exists():
+        if known and known["identity"] == now and _has_ids(known, layout):
             entries[name] = known
             continue
         source = recognise(name, campaign.documents)
@@ -122,6 +122,12 @@ def _load(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, ValueError):
         return {}
     return data if isinstance(data, dict) and data.get("version") == _VERSION else {}
+
+
+def _has_ids(entry: dict[str, Any], layout: Layout) -> bool:
+    """Whether the hashes of an input's ids are all there; a run that was killed may have left a part."""
+    path = layout.ids(Source(**entry["source"]).key)
+    return path.exists() and path.stat().st_size == 16 * sum(cut["rows"] for cut in entry["shards"])
 
 
 def _shards(entries: dict[str, Any]) -> list[Shard]:

@@ -6,7 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +178,10 @@ def convert(part: Part) -> Converted:
     errors: list[bytes] = []
     cells: list[tuple[Any, ...]] = []
     size = 0
+    if not part.path.exists():
+        raise GristmillError("an answers file is missing", where=str(part.path), help=_AGAIN)
+    # A file's name need not be Unicode: it is shown, never lost.
+    part = replace(part, source_file=part.source_file.encode("utf-8", "backslashreplace").decode())
     with part.path.open("rb", 1 << 20) as lines:
         for number, line in enumerate(lines, start=1):
             try:

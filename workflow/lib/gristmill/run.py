@@ -46,7 +46,14 @@ class Run:
         _prepare_jobs()
         campaign = parse_campaign(config, where="the campaign file")
         layout = Layout(campaign.campaign)
-        manifest = update_manifest(campaign, project) if main else read_manifest(campaign)
+        other = _live_runner(layout) if main else None
+        if other is not None:
+            print(
+                f"gristmill: process {other} runs this campaign; changes of its inputs are not looked at",
+                file=sys.stderr,
+            )
+        update = main and other is None
+        manifest = update_manifest(campaign, project) if update else read_manifest(campaign)
         run = cls._assemble(campaign, project, layout, manifest)
         if main:
             print(run.describe(), file=sys.stderr)
@@ -203,6 +210,17 @@ def record_runner(layout: Layout) -> None:
 def forget_runner(layout: Layout) -> None:
     """The run ended in order."""
     layout.runner.unlink(missing_ok=True)
+
+
+def _live_runner(layout: Layout) -> int | None:
+    """The process on this machine that runs the campaign, if there is one: its jobs read the manifest."""
+    try:
+        runner = json.loads(layout.runner.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    pid = int(runner["pid"])
+    alive = runner["host"] == os.uname().nodename and pid != os.getpid() and psutil.pid_exists(pid)
+    return pid if alive else None
 
 
 def _note_stale_lock(layout: Layout) -> None:
