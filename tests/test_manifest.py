@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from gristmill.campaign import Campaign, parse_campaign
@@ -99,6 +101,16 @@ def test_an_unchanged_file_is_not_read_again(before: Manifest, monkeypatch: pyte
 def test_touching_changes_no_shard(before: Manifest) -> None:
     os.utime("b.jsonl", ns=(1, 1))
     assert update() == before
+
+
+def test_touching_a_parquet_table_changes_no_shard() -> None:
+    keys = {"input": ["t"], "documents": {}, "prompt": "p.j2"}
+    pq.write_table(pa.table({"id": range(25), "text": ["x"] * 25}), "t")
+    before = update(**keys)
+    os.utime("t", ns=(1, 1))
+    assert update(**keys) == before
+    pq.write_table(pa.table({"id": range(25), "text": ["x"] * 24 + ["y"]}), "t")
+    assert changed(before, update(**keys))[0] == {"t2"}
 
 
 def test_a_file_that_comes_first_is_a_new_group_at_the_end(before: Manifest) -> None:

@@ -54,7 +54,8 @@ def campaign_folder(project: Project, vllm: Path, monkeypatch: pytest.MonkeyPatc
     flags = "{dtype: bfloat16, enforce-eager: true, block-size: 32, max-model-len: 2048}"
     project.write(
         "models.yaml",
-        f"models:\n  smollm2:\n    engine: vllm\n    path: {vllm}/model\n    python: {vllm}/python\n    args: {flags}\n",
+        f"models:\n  smollm2:\n    engine: vllm\n    path: {vllm}/model\n"
+        f"    python: {vllm}/python\n    args: {flags}\n",
     )
     yield project
     assert not _vllm_processes(vllm)

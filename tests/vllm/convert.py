@@ -1,6 +1,6 @@
 """Turn a GGUF file into a folder that vLLM serves: safetensors in bfloat16, tokenizer and chat template.
 
-    convert.py GGUF FOLDER        (runs in the vLLM environment)
+convert.py GGUF FOLDER        (runs in the vLLM environment)
 """
 
 import sys

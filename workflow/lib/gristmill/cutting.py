@@ -21,8 +21,8 @@ _BUCKET_ROWS = 1_000_000  # ids sorted at a time
 class Cut(NamedTuple):
     """A shard of at most `shard_size` consecutive rows.
 
-    digest: changes when a row of the shard changes; of a Parquet table, when the file does. start: [offset, row
-    number] where reading can begin, None in a compressed file, which can only be read from its top.
+    digest: changes when a row of the shard changes. start: [offset, row number] where reading can begin, None in a
+    compressed file, which can only be read from its top.
     """
 
     rows: int
@@ -45,12 +45,10 @@ def cut_source(source: Source, shard_size: int, documents: Documents | None, ids
     cuts: list[Cut] = []
     first: list[Row] = []  # the first row of each shard, its payload left out
     rows, digest = 0, hashlib.blake2b(digest_size=16)
-    state = _file_digest(source) if source.kind == "parquet" else b""
     with ids.open("wb", 1 << 20) as file:
         for row in read_rows(source):
             if rows == 0:
                 first.append(row._replace(payload=None, digest=b""))
-                digest.update(state)
             digest.update(row.digest)
             digest.update(b"\n")
             file.write(id_hash(id_of(row)))
@@ -61,11 +59,6 @@ def cut_source(source: Source, shard_size: int, documents: Documents | None, ids
     if rows:
         cuts.append(Cut(rows, digest.hexdigest(), None))
     return [cut._replace(start=start) for cut, start in zip(cuts, _starts(source, first), strict=True)]
-
-
-def _file_digest(source: Source) -> bytes:
-    with Path(source.path).open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").digest()
 
 
 def _starts(source: Source, first: Sequence[Row]) -> list[list[int] | None]:

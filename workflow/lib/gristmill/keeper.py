@@ -3,7 +3,8 @@
 The engine lives exactly as long as somebody holds the other end of this process's standard input. When that end
 closes, by intent or because its holder was killed, the engine's process group gets SIGTERM, after GRACE seconds
 SIGKILL, and this process does not exit before every descendant of the engine is gone, workers with sessions of
-their own included: as a child subreaper it inherits them. FOLDER, private to the engine, is removed then. Exit status: the engine's (128 + signal when killed).
+their own included: as a child subreaper it inherits them. FOLDER, private to the engine, is removed then. Exit status:
+the engine's (128 + signal when killed).
 """
 
 from __future__ import annotations

@@ -350,7 +350,7 @@ def _read_parquet(source: Source, start: Start) -> Iterator[Row]:
                 for values in _row_values(batch):
                     number += 1
                     if number >= start.number:
-                        yield Row(number, values, b"")
+                        yield Row(number, values, repr(values).encode("utf-8", "backslashreplace"))
     except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise GristmillError(
             f"the Parquet table cannot be read: {error}", where=source.path, help="write the file again"
