@@ -267,9 +267,7 @@ def minimal(schema: Any, text: str, root: dict[str, Any], depth: int = 0) -> Any
 class Reply(web.StreamResponse):
     """Bytes that are written to the connection as they are, headers included; no bytes drop it."""
 
-    def __init__(
-        self, data: bytes, *, keep_alive: bool = True, then: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, data: bytes, *, keep_alive: bool = True, then: Callable[[], None] | None = None) -> None:
         """`then` is called when the bytes were written."""
         super().__init__()
         self._data = data
@@ -338,9 +336,7 @@ ERROR_200 = http(200, error_body("Internal server error", 500))
 
 USAGE = b'"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}}'
 CHAT = b'{"id":"chatcmpl-%b","object":"chat.completion","created":%d,"model":%b,"choices":%b,' + USAGE
-CHAT_CHOICE = (
-    b'{"index":%d,"message":{"role":"assistant","content":%b%b},"logprobs":null,"finish_reason":"%b"}'
-)
+CHAT_CHOICE = b'{"index":%d,"message":{"role":"assistant","content":%b%b},"logprobs":null,"finish_reason":"%b"}'
 COMPLETION = b'{"id":"cmpl-%b","object":"text_completion","created":%d,"model":%b,"choices":%b,' + USAGE
 COMPLETION_CHOICE = b'{"index":%d,"text":%b%b,"logprobs":null,"finish_reason":"%b"}'
 RESPONSE = (
@@ -512,9 +508,7 @@ class ScriptedServer:
         finally:
             self._running -= 1
 
-    def _refusal(
-        self, request: web.BaseRequest, kind: str | None, body: Any, probe: bool
-    ) -> tuple[str, bytes] | None:
+    def _refusal(self, request: web.BaseRequest, kind: str | None, body: Any, probe: bool) -> tuple[str, bytes] | None:
         """Why a request is not looked at further, and the answer it gets; None if it is."""
         if not self.ready:
             return "not_ready", UNREADY
@@ -711,9 +705,7 @@ class ScriptedServer:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        server = web.Server(
-            self.handle, request_factory=_make_request, handler_cancellation=True, access_log=None
-        )
+        server = web.Server(self.handle, request_factory=_make_request, handler_cancellation=True, access_log=None)
         runner = web.ServerRunner(server, shutdown_timeout=0.1)
         await runner.setup()
         site: web.BaseSite

@@ -272,7 +272,7 @@ def test_packed_files_are_cut_alike(before: Manifest) -> None:
 def test_ten_thousand_shards_are_looked_up_quickly() -> None:
     write("b.jsonl", range(10_000))
     update(shard_size=1)
-    began = time.monotonic()
+    began = time.process_time()
     manifest = update_manifest(campaign(shard_size=1), PROJECT)
     assert len(manifest.shards) == 10_000
-    assert time.monotonic() - began < 3
+    assert time.process_time() - began < 3

@@ -202,9 +202,7 @@ def test_rules(start: Start) -> None:
     assert server.chat("<400>")[0] == 400
     status, body = server.chat("<too_long>")
     assert status == body["error"]["code"] == 400
-    assert body["error"]["message"].startswith(
-        "This model's maximum context length is 2048 tokens. However, "
-    )
+    assert body["error"]["message"].startswith("This model's maximum context length is 2048 tokens. However, ")
     assert (body["error"]["type"], body["error"]["param"]) == ("BadRequestError", "input_tokens")
     assert server.chat("<500>")[0] == 500
     assert server.chat("<length>")[1]["choices"][0]["finish_reason"] == "length"

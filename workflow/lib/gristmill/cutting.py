@@ -15,7 +15,7 @@ from gristmill.requests import row_id
 from gristmill.sources import Row, Source, Start, read_rows
 from gristmill.streams import bom_length, compression, line_offsets
 
-_BUCKET_ROWS = 1_000_000  # ids sorted at a time
+_BUCKET_ROWS = 250_000  # ids sorted at a time
 
 
 class Cut(NamedTuple):

@@ -240,12 +240,19 @@ def _typed(answer: Answer, table: Table) -> dict[str, Any]:
                 _refuse(answer, "schema_mismatch", f"{name} is nested too deeply")
         elif kind == pa.float64():
             typed[column] = float(value)
-        elif kind == pa.int64() and not -(2**63) <= (value := int(value)) < 2**63:
-            typed[column] = None
-            _refuse(answer, "number_out_of_range", f"{name} is beyond 64 bits")
+        elif kind == pa.int64():
+            typed[column] = _int64(value)
+            if typed[column] is None:
+                _refuse(answer, "number_out_of_range", f"{name} is beyond 64 bits")
         else:
             typed[column] = value
     return typed
+
+
+def _int64(value: int | float) -> int | None:
+    """The value as a 64-bit integer, None when it is none; integers beyond 64 bits were read as floats."""
+    least = -(2**63) if isinstance(value, int) else -(2**63) + 1
+    return number if least <= (number := int(value)) < 2**63 else None
 
 
 def _refuse(answer: Answer, code: str, message: str) -> None:
