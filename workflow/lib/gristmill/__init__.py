@@ -1,7 +1,7 @@
 """Gristmill: bulk LLM inference as a Snakemake workflow.
 
-The modules read in the order in which data flows: `campaign` → `sources` → `manifest` → `requests` →
-`shards` → `journal` → `endpoint` and `client` → `group` → `outcomes` → `merge`.
+The modules read in the order in which data flows: `campaign` → `sources` → `requests` → `cutting` →
+`manifest` → `shards` → `journal` → `endpoint` and `client` → `group` → `outcomes` → `merge`.
 """
 
 __version__ = "0.1.0"
