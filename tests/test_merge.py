@@ -345,25 +345,25 @@ def test_an_old_table_survives_a_failed_merge(tmp_path: Path) -> None:
 
 def test_summary(tmp_path: Path) -> None:
     check = AnswerCheck(labels=("spam", "ham"))
-    gold = ["spam", "ham", "ham", "spam", None]
-    contents = ["spam", "Ham", "spam", "eggs", "ham"]
+    gold = ["spam", "ham", "ham", "spam", None, "ham"]
+    contents = ["spam", "Ham", "spam", "eggs", "ham", "ham"]
     lines = [
         line(str(number), content, keep={"gold": right})
         for number, (content, right) in enumerate(zip(contents, gold, strict=True))
     ]
     results = Results(tmp_path, check, ["gold"], "gold")
-    results.source("a", [*"01234", "x", "y"], lines[:2], [*lines[2:], refused("x"), refused("y")])
+    results.source("a", [*"012345", "x", "y"], lines[:2], [*lines[2:], refused("x"), refused("y")])
     results.merge()
     assert json.loads(results.outputs[2].read_text()) == {
-        "rows": 7,
-        "ok": 4,
+        "rows": 8,
+        "ok": 5,
         "invalid": 1,
         "error": 2,
-        "not_ok_share": 3 / 7,
+        "not_ok_share": 3 / 8,
         "error_codes": {"bad_role": 2, "not_in_labels": 1},
-        "prompt_tokens": 25,
-        "completion_tokens": 10,
-        "gold": {"rows": 4, "right": 2, "accuracy": 0.5},
+        "prompt_tokens": 30,
+        "completion_tokens": 12,
+        "gold": {"rows": 5, "right": 3, "accuracy": 0.6},
     }
 
 

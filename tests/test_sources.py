@@ -77,6 +77,7 @@ FILES: dict[str, tuple[bytes | str, str, int]] = {
     "one line": (CHATS[0], "lines", 1),
     "lines with blank ones": ("\n \n" + "\n\n\t\n".join(CHATS) + "\n\n", "lines", 3),
     "lines, the first of them bad": ("{oops\n" + "\n".join(CHATS), "lines", 4),
+    "lines, the first of them nested without end": ('{"a": ' + "[" * 99_999 + "}\n" + CHATS[0], "lines", 2),
     "lines, the last of them cut": ("\n".join(CHATS)[:-9], "lines", 3),
     "lines, one of them prose with brackets": (f"{CHATS[0]}\nsee [1]\n{CHATS[1]}", "lines", 3),
     "lines, gzip": (gzip.compress("\n".join(CHATS).encode()), "lines", 3),
@@ -351,12 +352,28 @@ def test_a_corrupt_parquet_table_stops_the_run() -> None:
         list(read_rows(source))
 
 
-def test_files_of_the_other_sort_cannot_be_sent() -> None:
-    assert outcomes("\n".join(CHATS), DOCUMENTS) == [(str(number), "missing_text") for number in range(3)]
-    assert outcomes('{"id": 1, "text": "a"}\n{"id": 2, "text": "b"}') == [
-        ("1", "malformed_request"),
-        ("2", "malformed_request"),
-    ]
+@pytest.mark.parametrize(
+    ("data", "documents", "message"),
+    [
+        ("\n".join(CHATS), DOCUMENTS, "lines, and none of the first 3 rows has both 'id' and 'text'"),
+        (ARRAY % ", ".join(CHATS), DOCUMENTS, "array, and none of the first 3 rows has both 'id' and 'text'"),
+        ('{"id": 1, "text": "a"}\n' * 999, None, "lines, and none of the first 100 rows has messages, prompt or body"),
+        ('[1, {"id": 1, "text": "a"}]', None, "array, and none of the first 1 rows has messages, prompt or body"),
+    ],
+)
+def test_files_of_the_other_sort_stop_the_run(data: str, documents: Documents | None, message: str) -> None:
+    with pytest.raises(GristmillError, match=message):
+        recognise(write(data), documents)
+
+
+def test_a_parquet_table_without_the_columns_stops_the_run() -> None:
+    with pytest.raises(GristmillError, match="none of the first 2 rows has both 'id' and 'text'"):
+        parquet(id=[1, 2], body=["a", "b"])
+
+
+def test_one_row_of_the_other_sort_is_one_bad_row() -> None:
+    assert outcomes('{"id": 1, "text": "a"}\n' + CHATS[2]) == [("1", "malformed_request"), ("2", None)]
+    assert outcomes(CHATS[2] + '\n{"id": 1, "text": "a"}\n', DOCUMENTS) == [("2", "missing_text"), ("1", None)]
 
 
 def test_documents_may_have_a_column_of_requests() -> None:

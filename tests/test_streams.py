@@ -97,7 +97,8 @@ def test_only_a_newline_ends_a_line() -> None:
     assert list(split_lines([f"{text}\n{text}\r\n".encode()])) == [(1, text.encode()), (2, f"{text}\r".encode())]
 
 
-CUT = st.lists(st.binary(max_size=5) | st.sampled_from([b"\n", b"\r\n", b"\n\n", b"\xe2\x80\xa8"]), max_size=12)
+PIECE = st.binary(max_size=5) | st.sampled_from([b"\n", b"\r\n", b"\n\n", b"\xe2\x80\xa8"])
+CUT = st.lists(st.lists(PIECE, max_size=5).map(b"".join), max_size=6)
 
 
 @given(CUT, st.integers(0, 8), st.integers(1, 9))

@@ -27,6 +27,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--embeddings", action="store_true", help="serve embeddings instead of text")
     args = parser.parse_args(argv)
+    key = os.environ.get(KEY_ENV)
+    if not key:
+        return _failed(f"the environment variable {KEY_ENV} must hold the API key")
     if not Path(args.model).is_file():
         return _failed(f"there is no model file {args.model}")
     try:
@@ -38,11 +41,14 @@ def main(argv: list[str] | None = None) -> int:
     params.model_alias = {args.name[0]}  # any name is answered; this one is given back
     params.hostnames = [args.host]
     params.port = args.port
-    params.api_keys = [os.environ[KEY_ENV]]
+    params.api_keys = [key]
     params.n_parallel = args.parallel
     params.n_ctx = args.context * args.parallel  # the server shares it out among the requests
     params.kv_unified = False
-    params.embedding = args.embeddings
+    if args.embeddings:
+        params.embedding = True
+        params.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_MEAN
+        params.n_batch = params.n_ubatch = args.context  # a text is pooled in one batch
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = args.threads
     params.endpoint_metrics = True
     stop = threading.Event()

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -180,7 +180,7 @@ def recognise(path: str, documents: Documents | None) -> Source:
     if magic == b"PAR1":
         if documents is None:
             raise _unexpected(path, "a Parquet table", "set `documents` and `prompt` to turn its rows into requests")
-        return Source(path, "parquet")
+        return _checked(Source(path, "parquet"), documents)
     chunks = read_chunks(Path(path))
     head = next(chunks, b"")
     text = head.lstrip(b" \t\r\n")
@@ -190,16 +190,16 @@ def recognise(path: str, documents: Documents | None) -> Source:
         return Source(path, "empty")
     more = next(chunks, b"")
     if _is_array(head, chain([more], chunks), path):
-        return Source(path, "array")
+        return _checked(Source(path, "array"), documents)
     found = _sniff_lines(head, whole=not more)
     if found == "objects":
-        return Source(path, "lines")
+        return _checked(Source(path, "lines"), documents)
     if documents is not None:
         delimiter = _csv_delimiter(head, documents)
         if delimiter:
             return Source(path, "csv", delimiter=delimiter)
     if found == "mixed":
-        return Source(path, "lines")
+        return _checked(Source(path, "lines"), documents)
     if text[:1] in b"{[":
         raise _unexpected(path, "broken JSON", 'check its beginning; a request file is JSONL or {"requests": [...]}')
     columns = head.split(b"\n", 1)[0][:200].decode("utf-8", "replace").strip()
@@ -211,6 +211,38 @@ def recognise(path: str, documents: Documents | None) -> Source:
         f"text that begins with {columns[:80]!r}, without {wanted}",
         "correct documents.id and documents.text" if documents else "set `documents` for tables of documents",
     )
+
+
+def _checked(source: Source, documents: Documents | None) -> Source:
+    """The source, unless its first rows are all of the other sort: documents for requests, requests for documents."""
+    seen = 0
+    for row in islice(read_rows(source), _SNIFFED_LINES):
+        names = _names(row.payload)
+        if names is None:
+            continue
+        if documents is None and names & {"messages", "prompt", "body"}:
+            return source
+        if documents is not None and {documents.id, documents.text} <= names:
+            return source
+        seen += 1
+    if seen == 0:
+        return source
+    if documents is None:
+        wanted, help = "messages, prompt or body", "set `documents` and `prompt` for documents"
+    else:
+        wanted = f"both {documents.id!r} and {documents.text!r}"
+        help = "correct documents.id and documents.text, or take `documents` out for requests"
+    raise _unexpected(source.path, f"{source.kind}, and none of the first {seen} rows has {wanted}", help)
+
+
+def _names(payload: bytes | dict[str, Any] | None) -> set[str] | None:
+    """The keys of a row, None when it has none."""
+    if isinstance(payload, bytes):
+        try:
+            payload = orjson.loads(payload)
+        except orjson.JSONDecodeError:
+            return None
+    return set(payload) if isinstance(payload, dict) else None
 
 
 def _unexpected(path: str, found: str, help: str) -> GristmillError:
