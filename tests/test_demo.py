@@ -32,6 +32,15 @@ def test_demo_from_documents_to_the_shown_table(project: Project) -> None:
     assert "Nothing to be done" in again.stdout + again.stderr
 
 
+def test_demo_of_ready_made_requests(project: Project) -> None:
+    run = project.run(PROJECT / "config" / "campaigns" / "demo-requests.yaml", timeout=300)
+    assert run.status == 0, run.output
+    rows = project.table("demo-requests")
+    assert [row["id"] for row in rows] == ["q1", "q2", "q3", "q4", "q5", "q6"]
+    assert {row["status"] for row in rows} <= {"ok", "invalid"}
+    assert all(row["raw"] and row["completion_tokens"] for row in rows)
+
+
 def test_show_without_results_says_what_to_run(project: Project) -> None:
     show = [sys.executable, "-m", "gristmill.cli", "show", str(PROJECT / "config" / "config.yaml")]
     shown = subprocess.run(show, cwd=project.root, capture_output=True, text=True)
