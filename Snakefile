@@ -46,4 +46,7 @@ onerror:
 rule all:
     default_target: True
     input:
+        run.layout.table,
+        run.layout.errors,
+        run.layout.summary,
         run.layout.complete,

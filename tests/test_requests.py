@@ -206,7 +206,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "another method": ({**batch(), "method": "GET"}, "a", "malformed_request"),
     "a body that is none": ({**batch(), "body": "x"}, "a", "malformed_request"),
     "a body of another route": (batch("/v1/embeddings", prompt="x"), "a", "malformed_request"),
-    "a custom_id without body": ({"custom_id": "a"}, "f.jsonl:7", "missing_id"),
+    "a custom_id without body": ({"custom_id": "a"}, "a", "malformed_request"),
     "a null custom_id": ({**batch(), "custom_id": None}, "f.jsonl:7", "missing_id"),
 }
 

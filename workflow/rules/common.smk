@@ -4,7 +4,12 @@ from gristmill.run import Run, forget_runner, record_runner
 from snakemake.exceptions import WorkflowError
 
 try:
-    run = Run.at_parse(config, Path(workflow.basedir), main=workflow.is_main_process)
+    run = Run.at_parse(
+        config,
+        Path(workflow.basedir),
+        main=workflow.is_main_process,
+        where=", ".join(map(str, workflow.overwrite_configfiles)) or "config/config.yaml",
+    )
 except GristmillError as error:
     raise WorkflowError(str(error))
 

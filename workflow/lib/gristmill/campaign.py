@@ -175,17 +175,23 @@ def parse_campaign(data: object, where: str) -> Campaign:
     """Validate a campaign as plain data, naming every wrong key. Raises GristmillError."""
     if not isinstance(data, dict):
         raise GristmillError(f"a campaign is a mapping of keys, found {type(data).__name__}", where=where)
+    empty = [f"{key} is empty; give it a value or remove it" for key, value in data.items() if value is None]
+    if empty:
+        raise _invalid(empty, where)
     if isinstance(data.get("input"), str):
         data = {**data, "input": [data["input"]]}
     try:
         return Campaign.model_validate(data)
     except ValidationError as error:
-        problems = [_explain(dict(item)) for item in error.errors()]
-        raise GristmillError(
-            "the campaign is not valid:\n" + "\n".join(f"  - {problem}" for problem in problems),
-            where=where,
-            help="config/README.md lists every key with its default",
-        ) from error
+        raise _invalid([_explain(dict(item)) for item in error.errors()], where) from error
+
+
+def _invalid(problems: list[str], where: str) -> GristmillError:
+    return GristmillError(
+        "the campaign is not valid:\n" + "\n".join(f"  - {problem}" for problem in problems),
+        where=where,
+        help="config/README.md lists every key with its default",
+    )
 
 
 def _explain(item: dict[str, Any]) -> str:
@@ -203,7 +209,9 @@ def _explain(item: dict[str, Any]) -> str:
         return f"unknown key {path}{hint}"
     if item["type"] == "missing":
         return f"{path} is missing"
-    message = item["msg"].removeprefix("Value error, ")
+    message = item["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list, such as [one, two]")
+    if item["type"] == "string_type" and isinstance(item["input"], bool | int | float):
+        message += "; put it in quotes, YAML reads this word as something else"
     found = "" if not path or isinstance(item["input"], dict) else f" (found {item['input']!r})"
     return f"{path}: {message}{found}" if path else message
 

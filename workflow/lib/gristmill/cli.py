@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gristmill import __version__
@@ -34,6 +35,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def _printable(value: object) -> object:
+    """A text with escapes in the place of characters that a terminal would act on."""
+    if not isinstance(value, str) or value.isprintable():
+        return value
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in value)
+
+
 def _show(path: Path, rows: int) -> None:
     layout = Layout(load_campaign(path).campaign)
     if not layout.table.exists():
@@ -42,10 +50,17 @@ def _show(path: Path, rows: int) -> None:
             where=str(layout.table),
             help=f"snakemake --profile profiles/local --configfile {path}",
         )
-    with pq.ParquetFile(layout.table) as file:
-        batch = next(file.iter_batches(batch_size=max(rows, 1), columns=_SHOWN), None)
+    try:
+        with pq.ParquetFile(layout.table) as file:
+            batch = next(file.iter_batches(batch_size=max(rows, 1), columns=_SHOWN), None)
+    except (OSError, pa.ArrowException) as error:
+        raise GristmillError(
+            f"the table cannot be read: {error}",
+            where=str(layout.table),
+            help="delete it and run the campaign again: it is written anew, and nothing is asked again",
+        ) from error
     if batch is not None:
-        print(batch.to_pandas().to_string(index=False, max_colwidth=40, na_rep="-"))
+        print(batch.to_pandas().map(_printable).to_string(index=False, max_colwidth=40, na_rep="-"))
     summary = json.loads(layout.summary.read_text(encoding="utf-8"))
     counts = ", ".join(f"{summary[status]:,} {status}" for status in ("ok", "invalid", "error"))
     print(f"\n{summary['rows']:,} rows: {counts}")

@@ -137,7 +137,8 @@ def _incomplete(job: Job, window: Window, total: int) -> GristmillError:
     return GristmillError(
         f"group {job.name}: {left:,} of {total:,} requests have no answer yet{why}" + "".join(f"\n{x}" for x in lines),
         where=str(job.layout.logs),
-        help="run the same command again: it asks for these alone, what was answered is in the journal",
+        help="run the same command again: it asks for these alone, what was answered is in the journal; "
+        "a request that fails each time must be taken out of the input",
     )
 
 

@@ -64,6 +64,8 @@ def _judge(status: int, data: Any, body: str, headers: Mapping[str, str]) -> Ver
     reason = f"HTTP {status}: {_message(data, body)}"
     if status in (401, 403):
         return Fatal(f"the endpoint refused the key ({reason})")
+    if status == 501:
+        return Final(False, "rejected", reason)
     if status in (408, 409, 425, 429) or status >= 500:
         return Transient(reason, busy=status in (429, 503), retry_after=_retry_after(headers))
     if status < 400:

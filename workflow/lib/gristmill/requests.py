@@ -112,7 +112,7 @@ def row_id(documents: Documents | None, source: Source) -> Callable[[Row], str]:
         if documents is None:
             assert isinstance(row.payload, bytes)
             data = _parse_object(row.payload)
-            return _checked_id(data["custom_id"] if "custom_id" in data and "body" in data else data.get("id"))
+            return _checked_id(data["custom_id"] if "custom_id" in data else data.get("id"))
         return _document_id(_columns(row, documents, replace, read=False), documents)
 
     def id_of(row: Row) -> str:
@@ -149,7 +149,7 @@ def _request_parser(recipe: Recipe) -> Callable[[Row], Request]:
     def parse(row: Row) -> Request:
         assert isinstance(row.payload, bytes)
         data = _parse_object(row.payload)
-        if "custom_id" in data and "body" in data:
+        if "custom_id" in data:
             id, route, body = _batch_request(data)
         else:
             id = _checked_id(data.pop("id", None))
@@ -209,7 +209,7 @@ def _batch_request(data: dict[str, Any]) -> tuple[str, str, dict[str, Any]]:
     route = ROUTES.get(str(data.get("url", "/v1/chat/completions")))
     if route is None:
         raise _BadRow("unsupported_url", f"url must be one of {', '.join(ROUTES)}, found {data['url']!r}", id)
-    if not isinstance(data["body"], dict):
+    if not isinstance(data.get("body"), dict):
         raise _BadRow("malformed_request", "body must be an object", id)
     return id, route, data["body"]
 

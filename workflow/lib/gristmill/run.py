@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,15 @@ from gristmill.manifest import Manifest, digest_of, read_manifest, update_manife
 from gristmill.merge import Part, merge, table_for, verdict
 from gristmill.outcomes import AnswerCheck
 from gristmill.registry import Model, load_model, model_path
-from gristmill.requests import Recipe, recipe
+from gristmill.requests import Recipe, recipe, request_maker
 from gristmill.shards import write_shards
+from gristmill.sources import read_rows
 
 # Part of what decides whether a finished group is done again: raise it when requests or answer lines of the same
 # campaign come out differently (tests/test_output_version.py notices).
 OUTPUT_VERSION = 1
+
+_TRIED_ROWS = 20
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,13 @@ class Run:
     model: Model | None
 
     @classmethod
-    def at_parse(cls, config: dict[str, Any], project: Path, main: bool) -> Run:
-        """The campaign when the workflow is parsed; the main process looks at the inputs and writes the manifest."""
+    def at_parse(cls, config: dict[str, Any], project: Path, main: bool, where: str = "the campaign file") -> Run:
+        """The campaign when the workflow is parsed; the main process looks at the inputs and writes the manifest.
+
+        where: the campaign file, for messages.
+        """
         _prepare_jobs()
-        campaign = parse_campaign(config, where="the campaign file")
+        campaign = parse_campaign(config, where=where)
         layout = Layout(campaign.campaign)
         other = _live_runner(layout) if main else None
         if other is not None:
@@ -56,6 +63,7 @@ class Run:
         manifest = update_manifest(campaign, project) if update else read_manifest(campaign)
         run = cls._assemble(campaign, project, layout, manifest)
         if main:
+            run.try_first_rows()
             print(run.describe(), file=sys.stderr)
             _note_stale_lock(layout)
         return run
@@ -77,6 +85,8 @@ class Run:
         template = schema = None
         if campaign.prompt is not None:
             template = find_file(campaign.prompt, project, "the prompt template").read_text(encoding="utf-8")
+            if not template.strip():
+                raise GristmillError("the prompt template is empty", where=campaign.prompt, help="write the prompt")
         if campaign.answer is not None and campaign.answer.schema_ is not None:
             schema = _read_schema(find_file(campaign.answer.schema_, project, "answer.schema"))
         made = recipe(campaign, names, template, schema)
@@ -94,6 +104,26 @@ class Run:
             f"campaign {self.campaign.campaign}: {_many(rows, 'request')} in {_many(shards, 'shard')}, "
             f"{_many(groups, 'group')}, through {through}{note}"
         )
+
+    def try_first_rows(self) -> None:
+        """Make requests of the first rows. Raises GristmillError when the prompt or a kept column fits none of them."""
+        documents = self.campaign.documents
+        if documents is None or not self.manifest.shards:
+            return
+        source = self.manifest.shards[0].source
+        maker = request_maker(self.recipe, source.path)
+        requests = [maker(row) for row in islice(read_rows(source), _TRIED_ROWS)]
+        sendable = [request for request in requests if request.error is None]
+        failed = [r.error.message for r in requests if r.error is not None and r.error.code == "template_error"]
+        if failed and not sendable:
+            raise GristmillError(
+                f"the prompt fits none of the first rows: {failed[0]}",
+                where=f"{self.campaign.prompt}, with {source.path}",
+                help="use names of columns of the input; text, id and labels are always there",
+            )
+        missing = [name for name in documents.keep if sendable and all(r.keep[name] is None for r in sendable)]
+        for name in missing:
+            print(f"gristmill: documents.keep: none of the first rows has a column {name!r}", file=sys.stderr)
 
     # -- what a rule's jobs depend on: a job is done again when one of these changes ---------------------------------
 

@@ -29,6 +29,7 @@ Kind = Literal["lines", "array", "csv", "parquet", "folder", "empty"]
 _TEXT_SUFFIXES = {".txt", ".text", ".md", ".html", ".htm", ".eml", ".xml"}
 _TABLE_SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"}
 _PACKED_SUFFIXES = {".gz", ".zst"}
+_WHOLE_FOLDER = "/**/*"
 _SNIFFED_LINES = 100
 _DELIMITERS = ",;\t|"
 
@@ -89,8 +90,24 @@ class Source:
 
     def files(self) -> list[Path]:
         """The text files of a folder, in the order of their relative paths."""
-        found = (Path(name) for name in glob.iglob(self.path, recursive=True))
+        if self.path.endswith(_WHOLE_FOLDER):
+            found = _walk(self.base or ".")
+        else:
+            found = (Path(name) for name in glob.iglob(self.path, recursive=True))
         return sorted((path for path in found if path.is_file()), key=lambda path: path.as_posix())
+
+
+def _walk(folder: str) -> Iterator[Path]:
+    """Files below a folder; hidden ones and folders that are links (which may lead in a circle) are left out."""
+
+    def unreadable(error: OSError) -> None:
+        raise GristmillError(
+            f"a folder of the input cannot be read: {error.strerror}", where=str(error.filename), help="see its mode"
+        )
+
+    for here, folders, files in os.walk(folder, onerror=unreadable):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(here, name) for name in files if not name.startswith("."))
 
 
 def find_inputs(campaign: Campaign, project: Path) -> list[str]:
