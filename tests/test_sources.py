@@ -355,10 +355,10 @@ def test_a_corrupt_parquet_table_stops_the_run() -> None:
 @pytest.mark.parametrize(
     ("data", "documents", "message"),
     [
-        ("\n".join(CHATS), DOCUMENTS, "lines, and none of the first 3 rows has both 'id' and 'text'"),
-        (ARRAY % ", ".join(CHATS), DOCUMENTS, "array, and none of the first 3 rows has both 'id' and 'text'"),
-        ('{"id": 1, "text": "a"}\n' * 999, None, "lines, and none of the first 100 rows has messages, prompt or body"),
-        ('[1, {"id": 1, "text": "a"}]', None, "array, and none of the first 1 rows has messages, prompt or body"),
+        ("\n".join(CHATS), DOCUMENTS, "JSONL, and none of the first 3 rows has both 'id' and 'text'"),
+        (ARRAY % ", ".join(CHATS), DOCUMENTS, "a JSON list, and none of the first 3 rows has both 'id' and 'text'"),
+        ('{"id": 1, "text": "a"}\n' * 999, None, "JSONL, and none of the first 100 rows has messages, prompt or body"),
+        ('[1, {"id": 1, "text": "a"}]', None, "a JSON list, and none of the first 1 rows has messages, prompt or body"),
     ],
 )
 def test_files_of_the_other_sort_stop_the_run(data: str, documents: Documents | None, message: str) -> None:

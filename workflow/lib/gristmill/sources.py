@@ -29,6 +29,7 @@ Kind = Literal["lines", "array", "csv", "parquet", "folder", "empty"]
 _TEXT_SUFFIXES = {".txt", ".text", ".md", ".html", ".htm", ".eml", ".xml"}
 _TABLE_SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"}
 _PACKED_SUFFIXES = {".gz", ".zst"}
+_KINDS = {"lines": "JSONL", "array": "a JSON list", "csv": "CSV", "parquet": "Parquet", "folder": "a folder"}
 _WHOLE_FOLDER = "/**/*"
 _SNIFFED_LINES = 100
 _DELIMITERS = ",;\t|"
@@ -249,7 +250,7 @@ def _checked(source: Source, documents: Documents | None) -> Source:
     else:
         wanted = f"both {documents.id!r} and {documents.text!r}"
         help = "correct documents.id and documents.text, or take `documents` out for requests"
-    raise _unexpected(source.path, f"{source.kind}, and none of the first {seen} rows has {wanted}", help)
+    raise _unexpected(source.path, f"{_KINDS[source.kind]}, and none of the first {seen} rows has {wanted}", help)
 
 
 def _names(payload: bytes | dict[str, Any] | None) -> set[str] | None:
