@@ -26,7 +26,7 @@ from gristmill.layout import RUNNER_PID, Layout
 from gristmill.manifest import Shard
 from gristmill.outcomes import AnswerCheck
 from gristmill.requests import Request
-from gristmill.shards import read_shard
+from gristmill.shards import head, read_shard
 
 _DRAIN_S = 15.0  # with the engine's grace within Slurm's default KillWait of 30 s
 _FORCED_S = 2.0
@@ -206,16 +206,8 @@ def _write_answers(job: Job, found: dict[tuple[str, str], Place], output: Path) 
 
 
 def _answer_line(job: Job, request: Request, found: dict[tuple[str, str], Place], reader: Reader) -> bytes:
-    head = {
-        "id": request.id,
-        "row": request.row,
-        "fingerprint": request.fingerprint,
-        "route": request.route,
-        "model": request.model,
-        "keep": request.keep,
-    }
     if request.error is not None:
-        return orjson.dumps({**head, "error": list(request.error)}) + b"\n"
+        return orjson.dumps(head(request)) + b"\n"
     place = found.get((request.fingerprint or "", request.id))
     if place is None:
         raise GristmillError(
@@ -223,4 +215,4 @@ def _answer_line(job: Job, request: Request, found: dict[tuple[str, str], Place]
             where=str(job.layout.journal),
             help="run the same command again",
         )
-    return orjson.dumps(head)[:-1] + b',"record":' + reader.read(place)[:-1] + b"}\n"
+    return orjson.dumps(head(request))[:-1] + b',"record":' + reader.read(place)[:-1] + b"}\n"

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -22,9 +23,9 @@ from gristmill.sources import Row, RowError
 _SPLIT = b'}},"body":'  # quotes inside strings are escaped and `keep` is flat: nothing else can look like this
 
 
-def encode(request: Request) -> bytes:
-    """A line of a shard file, newline included."""
-    head = {
+def head(request: Request) -> dict[str, Any]:
+    """What is kept of a request besides its body; `keep` comes last, see `_SPLIT`."""
+    fields: dict[str, Any] = {
         "id": request.id,
         "row": request.row,
         "fingerprint": request.fingerprint,
@@ -32,9 +33,14 @@ def encode(request: Request) -> bytes:
         "model": request.model,
     }
     if request.error is not None:
-        head["error"] = list(request.error)
-    head["keep"] = request.keep
-    return b'{"head":' + orjson.dumps(head) + b',"body":' + (request.body or b"null") + b"}\n"
+        fields["error"] = list(request.error)
+    fields["keep"] = request.keep
+    return fields
+
+
+def encode(request: Request) -> bytes:
+    """A line of a shard file, newline included."""
+    return b'{"head":' + orjson.dumps(head(request)) + b',"body":' + (request.body or b"null") + b"}\n"
 
 
 def decode(line: bytes) -> Request:
@@ -42,11 +48,11 @@ def decode(line: bytes) -> Request:
     head_text, split, body = line.rstrip(b"\n").partition(_SPLIT)
     if not split:
         raise GristmillError(f"not a line of a shard file: {line[:80]!r}")
-    head = orjson.loads(head_text[len(b'{"head":') :] + b"}}")
-    error = RowError(*head["error"]) if "error" in head else None
+    fields = orjson.loads(head_text[len(b'{"head":') :] + b"}}")
+    error = RowError(*fields["error"]) if "error" in fields else None
     text = b"" if error else body[:-1]
     return Request(
-        head["id"], head["row"], head["fingerprint"], head["route"], text, head["model"], head["keep"], error
+        fields["id"], fields["row"], fields["fingerprint"], fields["route"], text, fields["model"], fields["keep"], error
     )
 
 
