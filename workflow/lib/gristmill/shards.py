@@ -52,7 +52,14 @@ def decode(line: bytes) -> Request:
     error = RowError(*fields["error"]) if "error" in fields else None
     text = b"" if error else body[:-1]
     return Request(
-        fields["id"], fields["row"], fields["fingerprint"], fields["route"], text, fields["model"], fields["keep"], error
+        fields["id"],
+        fields["row"],
+        fields["fingerprint"],
+        fields["route"],
+        text,
+        fields["model"],
+        fields["keep"],
+        error,
     )
 
 
