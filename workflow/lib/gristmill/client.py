@@ -145,9 +145,9 @@ class Window:
             # The aiohttp transport calls a refused connection a timeout, too.
             if isinstance(error, openai.APITimeoutError) and not isinstance(cause, httpx2.ConnectTimeout):
                 return 0, "", Transient(f"no answer within {timeout:.0f} s")
-            return 0, "", Transient(f"the connection failed: {type(cause).__name__}: {cause}")
+            return 0, "", _disconnected(cause)
         except (httpx2.HTTPError, OSError) as error:
-            return 0, "", Transient(f"the connection failed: {type(error).__name__}: {error}")
+            return 0, "", _disconnected(error)
         except openai.OpenAIError as error:
             return 0, "", Transient(f"the client failed: {type(error).__name__}: {error}")
         body = response.content.decode("utf-8", "replace")
@@ -156,13 +156,11 @@ class Window:
     async def _recovered(self, request: Request, trouble: Transient, tries: int, began: float) -> bool:
         """Wait or bring the engine back; False when the request is given up for now."""
         if self._stopping is not None or self._fatal is not None:
-            self.tally.unanswered.append((request.id, trouble.reason))
+            self._give_up(request, trouble.reason)
             return False
         # A dead engine is noticed by its keeper within a moment; its last connections break a little earlier.
-        for _ in range(10):
+        for _ in range(10 if trouble.disconnected else 0):
             if not self._endpoint.alive():
-                break
-            if trouble.busy or not trouble.reason.startswith("the connection"):
                 break
             await asyncio.sleep(0.05)
         if not self._endpoint.alive():
@@ -221,6 +219,10 @@ class Window:
             rate = self.tally.answered / (time.monotonic() - self._began)
             done = f"{self.tally.answered:,} of {self._total:,} answered, {rate:.1f}/s"
             print(f"{done}, {self.tally.sent - self.tally.answered} more sent", file=sys.stderr, flush=True)
+
+
+def _disconnected(cause: BaseException) -> Transient:
+    return Transient(f"the connection failed: {type(cause).__name__}: {cause}", disconnected=True)
 
 
 def _unwritable(error: OSError, journal: Journal) -> GristmillError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,12 +79,7 @@ def _starts(source: Source, first: Sequence[Row]) -> list[list[int] | None]:
 
 def rows_from(source: Source, start: Sequence[int] | None, skip: int) -> Iterator[Row]:
     """The rows of a source from `start` on, or after `skip` rows where reading must begin at the top."""
-    if start is not None:
-        yield from read_rows(source, Start(*start))
-        return
-    for place, row in enumerate(read_rows(source)):
-        if place >= skip:
-            yield row
+    return islice(read_rows(source), skip, None) if start is None else read_rows(source, Start(*start))
 
 
 def prove_unique(ids: Sequence[tuple[Source, Path]], documents: Documents | None) -> None:

@@ -49,26 +49,29 @@ class Job:
 def run_group(job: Job, output: Path) -> None:
     """Bring the answers of every request of the group to `output`, a folder with a JSONL file a shard.
 
-    A line is {"id", "row", "fingerprint", "model", "keep"} with "record" (the journal's) or "error" (never sent).
+    A line is {"id", "row", "fingerprint", "route", "model", "keep"} with "record" (the journal's) or "error" (never
+    sent).
     Raises GristmillError when requests are left without an answer; whatever was answered stays in the journal.
     """
     with _only_one(job.layout.journal / f"{job.name}.lock", job.name):
-        found = _answered(job)
-        missing = sum(1 for _ in _pending(job, found))
+        wanted = _wanted(job)
+        found = scan(job.layout.journal, wanted, job.name)
+        missing = sum(map(len, wanted.values())) - len(found)
         total = sum(shard.rows for shard in job.shards)
         print(f"group {job.name}: {total:,} rows, {missing:,} to ask", file=sys.stderr, flush=True)
         if missing:
             asyncio.run(_ask(job, _pending(job, found), missing))
-            found = _answered(job)
+            found = scan(job.layout.journal, wanted, job.name)
         _write_answers(job, found, output)
 
 
-def _answered(job: Job) -> dict[tuple[str, str], Place]:
+def _wanted(job: Job) -> dict[str, set[str]]:
+    """Fingerprint → ids of the requests that can be sent."""
     wanted: dict[str, set[str]] = {}
     for request in _requests(job):
         if request.fingerprint is not None:
             wanted.setdefault(request.fingerprint, set()).add(request.id)
-    return scan(job.layout.journal, wanted, job.name)
+    return wanted
 
 
 def _requests(job: Job) -> Iterator[Request]:

@@ -31,11 +31,15 @@ class Final:
 
 @dataclass(frozen=True)
 class Transient:
-    """Trouble that passes. busy: the endpoint asks to wait. retry_after: seconds that it asked for."""
+    """Trouble that passes.
+
+    busy: the endpoint asks to wait. retry_after: seconds that it asked for. disconnected: there was no response.
+    """
 
     reason: str
     busy: bool = False
     retry_after: float | None = None
+    disconnected: bool = False
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,10 @@ class Run:
         )
 
     def try_first_rows(self) -> None:
-        """Make requests of the first rows. Raises GristmillError when the prompt or a kept column fits none of them."""
+        """Make requests of the first rows; name kept columns that none of them has.
+
+        Raises GristmillError when the prompt fits none of them.
+        """
         documents = self.campaign.documents
         if documents is None or not self.manifest.shards:
             return
@@ -242,26 +245,29 @@ def forget_runner(layout: Layout) -> None:
     layout.runner.unlink(missing_ok=True)
 
 
-def _live_runner(layout: Layout) -> int | None:
-    """The process on this machine that runs the campaign, if there is one: its jobs read the manifest."""
+def _runner(layout: Layout) -> tuple[int, bool] | None:
+    """The process of this machine that was noted to run the campaign, and whether it is there."""
     try:
         runner = json.loads(layout.runner.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     pid = int(runner["pid"])
-    alive = runner["host"] == os.uname().nodename and pid != os.getpid() and psutil.pid_exists(pid)
-    return pid if alive else None
+    return (pid, psutil.pid_exists(pid)) if runner["host"] == os.uname().nodename else None
+
+
+def _live_runner(layout: Layout) -> int | None:
+    """Another process on this machine that runs the campaign, if there is one: its jobs read the manifest."""
+    pid, alive = _runner(layout) or (0, False)
+    return pid if alive and pid != os.getpid() else None
 
 
 def _note_stale_lock(layout: Layout) -> None:
     locks = Path(".snakemake/locks")
-    if not (locks.is_dir() and any(locks.iterdir()) and layout.runner.exists()):
-        return
-    runner = json.loads(layout.runner.read_text(encoding="utf-8"))
-    if runner["host"] != os.uname().nodename or psutil.pid_exists(runner["pid"]):
+    pid, alive = _runner(layout) or (0, True)
+    if alive or not (locks.is_dir() and any(locks.iterdir())):
         return
     print(
-        f"gristmill: the last run (process {runner['pid']}) was killed and left this folder locked\n"
+        f"gristmill: the last run (process {pid}) was killed and left this folder locked\n"
         f"  where: {locks.absolute()}\n"
         "  help:  run the same command with --unlock added, then run it again; every answer that had arrived is kept",
         file=sys.stderr,
