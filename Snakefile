@@ -32,6 +32,7 @@ include: "workflow/rules/merge.smk"
 
 
 onstart:
+    before_jobs()
     record_runner(run.layout)
 
 

@@ -6,9 +6,11 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +24,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+import slurm_cluster
 from gristmill import group, retry
 from gristmill.client import Window
 from gristmill.engines import Address, Attachment, Launch
@@ -33,6 +36,7 @@ from gristmill.registry import load_model
 from gristmill.requests import Request
 from gristmill.shards import encode
 from gristmill.sources import Source
+from slurm_cluster import Cluster
 
 PROJECT = Path(__file__).parents[1]
 KEY = "test-key-of-the-scripted-endpoint"
@@ -112,6 +116,8 @@ class Project:
 
     root: Path
     started: list[subprocess.Popen[str]] = field(default_factory=list)
+    profile: Path = PROJECT / "profiles" / "local"
+    environment: dict[str, str] = field(default_factory=dict)
 
     def write(self, name: str, content: str | bytes) -> Path:
         path = self.root / name
@@ -139,10 +145,10 @@ class Project:
         return path
 
     def start(self, campaign: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        """Start `snakemake --profile profiles/local --configfile …` and return its process (a group leader)."""
+        """Start `snakemake --profile … --configfile …` and return its process (a group leader)."""
         command = [sys.executable, "-m", "snakemake", "-s", str(PROJECT / "Snakefile")]
-        command += ["--profile", str(PROJECT / "profiles" / "local"), "--configfile", str(campaign), *arguments]
-        env = {**os.environ, KEY_ENV: KEY, **environment}
+        command += ["--profile", str(self.profile), "--configfile", str(campaign), *arguments]
+        env = {**os.environ, KEY_ENV: KEY, **self.environment, **environment}
         pipe = subprocess.PIPE
         process = subprocess.Popen(
             command, cwd=self.root, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -300,6 +306,46 @@ def project(tmp_path: Path) -> Iterator[Project]:
     made.root.mkdir()
     yield made
     made.end()
+
+
+@pytest.fixture(scope="session")
+def the_cluster() -> Iterator[Cluster]:
+    """A real Slurm, started once; skipped where it is not installed, but never in CI."""
+    lacking = slurm_cluster.missing()
+    if lacking is not None:
+        pytest.skip(lacking)
+    root = Path(tempfile.mkdtemp(prefix="gristmill-slurm-", dir="/tmp"))
+    made = Cluster(root)
+    try:
+        yield made.start()
+    finally:
+        made.stop()
+        shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.fixture
+def cluster(the_cluster: Cluster) -> Iterator[Cluster]:
+    """The real Slurm, with an empty queue before and after."""
+    yield the_cluster
+    the_cluster.clear()
+
+
+@pytest.fixture
+def on_slurm(cluster: Cluster, project: Project) -> Project:
+    """`project` with the profile for Slurm: a site's three values filled in, and states asked for every second."""
+    text = (PROJECT / "profiles" / "slurm" / "config.yaml").read_text()
+    for given, here in {
+        "slurm_account: my_account": "slurm_account: proj",
+        "before-status-checks: 15": "before-status-checks: 1",
+        "latency-wait: 60": "latency-wait: 20",
+        "mem_mb: 32000 * attempt": "mem_mb: 1000 * attempt",
+        "cpus_per_task: 8": "cpus_per_task: 1",
+    }.items():
+        assert given in text
+        text = text.replace(given, here)
+    project.profile = project.write("profile/config.yaml", text).parent
+    project.environment.update(cluster.environment)
+    return project
 
 
 @pytest.fixture

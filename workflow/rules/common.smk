@@ -1,4 +1,5 @@
 # The campaign, validated, and the names that jobs go by.
+from gristmill import slurm_plugin
 from gristmill.errors import GristmillError
 from gristmill.run import Run, forget_runner, record_runner
 from snakemake.exceptions import WorkflowError
@@ -16,3 +17,14 @@ except GristmillError as error:
 
 wildcard_constraints:
     group=r"g\d+",
+
+
+slurm_plugin.prepare()
+
+
+def before_jobs():
+    """Nothing is submitted that Slurm would refuse."""
+    try:
+        slurm_plugin.check_jobs(workflow)
+    except GristmillError as error:
+        raise WorkflowError(str(error))

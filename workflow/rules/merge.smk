@@ -10,6 +10,8 @@ rule merge:
         summary=run.layout.summary,
     log:
         f"{run.layout.logs}/merge.log",
+    retries: 0
+    localrule: True
     threads: 4
     params:
         state=run.state(),
@@ -26,6 +28,8 @@ rule complete:
         touch(run.layout.complete),
     log:
         f"{run.layout.logs}/complete.log",
+    retries: 0
+    localrule: True
     params:
         max_error_share=run.campaign.limits.max_error_share,
     message:

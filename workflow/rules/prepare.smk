@@ -10,6 +10,8 @@ rule shard:
         directory(f"{run.layout.shards}/{{group}}"),
     log:
         f"{run.layout.logs}/shard/{{group}}.log",
+    retries: 0
+    localrule: True
     params:
         state=lambda wildcards: run.group_state(wildcards.group),
     message:

@@ -5,4 +5,4 @@ from gristmill.run import Run
 
 with reported(snakemake.log[0]):
     run = Run.in_job(snakemake.config, snakemake.scriptdir)
-    run.ask(snakemake.wildcards.group, snakemake.output[0])
+    run.ask(snakemake.wildcards.group, snakemake.output[0], dict(snakemake.resources.items()))

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from gristmill.errors import GristmillError
+from gristmill.slurm import RESOURCES
 
 # Keys of the contract that this version does not have: named as such, never taken in silence.
 PLANNED = {
@@ -23,6 +24,9 @@ PLANNED = {
     "limits.deadline",
     "endpoint.sidecar",
 }
+
+
+Resource = int | str
 
 
 class _Model(BaseModel):
@@ -92,7 +96,7 @@ class Sampling(_Model):
 class EndpointSettings(_Model):
     """The engine of each shard group, or a running endpoint to attach to."""
 
-    gpus: int | None = Field(None, ge=0, description="GPUs of an engine; vLLM's tensor-parallel size follows it.")
+    gpus: int | None = Field(None, ge=0, description="GPUs of an engine, which its Slurm job asks for; default: the job's.")
     args: dict[str, str | int | float | bool] = Field(
         {}, description="Flags of the engine, without the dashes; they win over those in the model registry."
     )
@@ -142,9 +146,27 @@ class Campaign(_Model):
     registry: str = Field("config/models.yaml", description="Path of the model registry.")
     sampling: Sampling = Field(Sampling(), description="Request fields filled in where a request lacks them.")
     endpoint: EndpointSettings = Field(EndpointSettings(), description="The engine, or where to attach.")
+    resources: dict[str, Resource | tuple[Resource, ...]] = Field(
+        {},
+        description="Slurm resources of the jobs that ask, over those of the profile: slurm_account, qos, "
+        "slurm_partition, runtime (minutes), mem_mb, gres, cpus_per_task, constraint, … A list has a value for each "
+        "attempt of a job, the last one for all further.",
+    )
     shard_size: int = Field(2000, gt=0, description="Requests in a shard.")
     shards_per_group: int = Field(25, gt=0, description="Shards that share one endpoint job.")
     limits: Limits = Field(Limits(), description="Where a run stops or fails.")
+
+    @field_validator("resources")
+    @classmethod
+    def _known_resources(cls, given: dict[str, Any]) -> dict[str, Any]:
+        for name, value in given.items():
+            if name not in RESOURCES:
+                near = difflib.get_close_matches(name, RESOURCES, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(RESOURCES))}"
+                raise ValueError(f"unknown resource {name}; {hint}")
+            if value == ():
+                raise ValueError(f"{name} is an empty list")
+        return given
 
     @model_validator(mode="after")
     def _belongs_together(self) -> Campaign:

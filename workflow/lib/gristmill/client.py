@@ -54,14 +54,23 @@ class Tally:
 class Window:
     """Sends requests with a fixed number in flight until they end or `stop` is called.
 
-    concurrency: requests in flight. total: how many requests there are, for the progress line.
+    concurrency: requests in flight. total: how many requests there are, for the progress line. until: deadline,
+    monotonic seconds; no request is admitted that would not be answered before it.
     """
 
-    def __init__(self, endpoint: Endpoint, journal: Journal, check: AnswerCheck, concurrency: int, total: int) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        journal: Journal,
+        check: AnswerCheck,
+        concurrency: int,
+        total: int,
+        until: float | None = None,
+    ) -> None:
         self.tally = Tally()
         self.pace = retry.Pace()
         self._endpoint, self._journal, self._check = endpoint, journal, check
-        self._concurrency, self._total = concurrency, total
+        self._concurrency, self._total, self._until = concurrency, total, until
         self._stopping: str | None = None
         self._fatal: GristmillError | None = None
         self._workers: list[asyncio.Task[None]] = []
@@ -77,6 +86,8 @@ class Window:
         if self._stopping is None:
             self._stopping = why
         if grace_s is not None:
+            # While an engine is being started again nothing is in flight.
+            grace_s = grace_s if self._endpoint.alive() else 0
             asyncio.get_running_loop().call_later(grace_s, self._cancel)
 
     def _cancel(self) -> None:
@@ -101,6 +112,8 @@ class Window:
     async def _work(self, requests: Iterator[Request]) -> None:
         try:
             while self._stopping is None and self._fatal is None:
+                if self._until is not None and time.monotonic() + self.pace.slowest_s > self._until:
+                    return self.stop("the walltime of the job ends")
                 request = next(requests, None)
                 if request is None:
                     return

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -15,26 +12,29 @@ from itertools import chain
 from pathlib import Path
 
 import orjson
-import psutil
 
+from gristmill import slurm
 from gristmill.client import Window
 from gristmill.endpoint import AttachedEndpoint, EngineEndpoint
 from gristmill.engines import Attachment, Launch
 from gristmill.errors import GristmillError
 from gristmill.journal import Journal, Place, Reader, scan
-from gristmill.layout import RUNNER_PID, Layout
+from gristmill.layout import Layout
+from gristmill.lease import Lease
 from gristmill.manifest import Shard
 from gristmill.outcomes import AnswerCheck
 from gristmill.requests import Request
 from gristmill.shards import head, read_shard
-
-_DRAIN_S = 15.0  # with the engine's grace within Slurm's default KillWait of 30 s
-_FORCED_S = 2.0
+from gristmill.stopping import deadline, runner_gone, stopping
 
 
 @dataclass(frozen=True)
 class Job:
-    """A group's job. target: the endpoint to attach to, or the engine to start (its address not chosen yet)."""
+    """A group's job.
+
+    target: the endpoint to attach to, or the engine to start (its address not chosen yet). runtime_min: the time that
+    its Slurm job asked for, minutes.
+    """
 
     name: str
     shards: Sequence[Shard]
@@ -44,6 +44,11 @@ class Job:
     concurrency: int
     start_timeout_s: float
     restarts: int
+    runtime_min: float | None = None
+
+    def new_attempt(self) -> str:
+        """A name for this attempt, which no other has."""
+        return f"{self.name}.{slurm.this_job() or 'local'}-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
 
 
 def run_group(job: Job, output: Path) -> None:
@@ -53,14 +58,14 @@ def run_group(job: Job, output: Path) -> None:
     sent).
     Raises GristmillError when requests are left without an answer; whatever was answered stays in the journal.
     """
-    with _only_one(job.layout.journal / f"{job.name}.lock", job.name):
+    with Lease(job.layout.journal / f"{job.name}.lease", job.name, runner_gone) as lease:
         wanted = _wanted(job)
         found = scan(job.layout.journal, wanted, job.name)
         missing = sum(map(len, wanted.values())) - len(found)
         total = sum(shard.rows for shard in job.shards)
         print(f"group {job.name}: {total:,} rows, {missing:,} to ask", file=sys.stderr, flush=True)
         if missing:
-            asyncio.run(_ask(job, _pending(job, found), missing))
+            asyncio.run(_ask(job, lease, _pending(job, found), missing))
             found = scan(job.layout.journal, wanted, job.name)
         _write_answers(job, found, output)
 
@@ -85,42 +90,28 @@ def _pending(job: Job, found: dict[tuple[str, str], Place]) -> Iterator[Request]
             yield request
 
 
-@contextlib.contextmanager
-def _only_one(path: Path, name: str) -> Iterator[None]:
-    """Wait while another process of this machine works on the group, so that nothing is asked for twice."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            print(f"group {name}: waiting for {holder}, which works on it", file=sys.stderr, flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            pass  # a filesystem without locks: two attempts are harmless, they pay at most for what is in flight
-        file.seek(0)
-        file.truncate()
-        file.write(f"process {os.getpid()} on {os.uname().nodename}")
-        file.flush()
-        yield
+async def _ask(job: Job, lease: Lease, requests: Iterator[Request], total: int) -> None:
+    attempt = job.new_attempt()
+    log = job.layout.logs / f"{attempt}.engine.log"
+    try:
+        await _ask_as(attempt, log, job, lease, requests, total)
+    except GristmillError as error:
+        raise _with_logs(error, job, log) from error
 
 
-async def _ask(job: Job, requests: Iterator[Request], total: int) -> None:
-    where = os.environ.get("SLURM_JOB_ID", "local")
-    attempt = f"{job.name}.{where}-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
+async def _ask_as(attempt: str, log: Path, job: Job, lease: Lease, requests: Iterator[Request], total: int) -> None:
     first = next(requests)
+    until = deadline(job.runtime_min)
     endpoint: AttachedEndpoint | EngineEndpoint
     if isinstance(job.target, Attachment):
         endpoint = AttachedEndpoint(job.target, first.route)
     else:
-        log = job.layout.logs / f"{attempt}.engine.log"
         endpoint = EngineEndpoint(job.target, first.route, log, job.start_timeout_s, job.restarts)
-    with _stop_signals() as stop:
+    with stopping(until, lambda: lease.wanted) as stop:
         try:
             with Journal(job.layout.journal / f"{attempt}.jsonl") as journal:
                 async with endpoint:
-                    window = Window(endpoint, journal, job.check, job.concurrency, total)
+                    window = Window(endpoint, journal, job.check, job.concurrency, total, until)
                     stop.attach(window)
                     tally = await window.run(chain([first], requests))
         except asyncio.CancelledError as error:
@@ -132,6 +123,18 @@ async def _ask(job: Job, requests: Iterator[Request], total: int) -> None:
         raise _incomplete(job, window, total)
 
 
+def _with_logs(error: GristmillError, job: Job, engine_log: Path) -> GristmillError:
+    """The same, with every log that may say more: of the engine, of the job, and Slurm's."""
+    logs: dict[str, object] = {
+        "engine": engine_log if engine_log.exists() else None,
+        "job": job.layout.job_log(job.name),
+    }
+    if (job_id := slurm.this_job()) is not None:
+        logs["Slurm"] = slurm.output_of_job(job_id)
+    named = "".join(f"\n  {what} log: {path}" for what, path in logs.items() if path)
+    return GristmillError(error.found, where=f"{error.where or job.layout.journal}{named}", help=error.help)
+
+
 def _incomplete(job: Job, window: Window, total: int) -> GristmillError:
     tally = window.tally
     left = total - tally.answered
@@ -139,64 +142,9 @@ def _incomplete(job: Job, window: Window, total: int) -> GristmillError:
     why = f": {window.stopped_because}" if window.stopped_because else ""
     return GristmillError(
         f"group {job.name}: {left:,} of {total:,} requests have no answer yet{why}" + "".join(f"\n{x}" for x in lines),
-        where=str(job.layout.logs),
         help="run the same command again: it asks for these alone, what was answered is in the journal; "
         "a request that fails each time must be taken out of the input",
     )
-
-
-class _Stop:
-    """Turns SIGTERM, SIGINT and the end of the Snakemake process into a drain of the window."""
-
-    def __init__(self) -> None:
-        self._window: Window | None = None
-        self.why: str | None = None
-        self._main = asyncio.current_task()
-
-    def attach(self, window: Window) -> None:
-        self._window = window
-        if self.why is not None:
-            window.stop(self.why, _FORCED_S)
-
-    def request(self, why: str) -> None:
-        again = self.why is not None
-        if not again:
-            print(f"{why}: stopping; what was answered is kept", file=sys.stderr, flush=True)
-        self.why = self.why or why
-        if self._window is not None:
-            self._window.stop(why, _FORCED_S if again and why != "SIGTERM" else _DRAIN_S)
-        elif self._main is not None:
-            self._main.cancel()
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[_Stop]:
-    loop = asyncio.get_running_loop()
-    stop = _Stop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.request, signal.Signals(number).name)
-    watch = loop.create_task(_watch_runner(stop))
-    try:
-        yield stop
-    finally:
-        watch.cancel()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-
-
-async def _watch_runner(stop: _Stop) -> None:
-    """A Snakemake that was killed must not leave an engine that holds a GPU for nobody."""
-    pid = os.environ.get(RUNNER_PID)
-    if pid is None:
-        return
-    try:
-        runner = psutil.Process(int(pid))
-    except psutil.NoSuchProcess:
-        stop.request("Snakemake is gone")
-        return
-    while runner.is_running() and runner.status() != psutil.STATUS_ZOMBIE:
-        await asyncio.sleep(0.5)
-    stop.request("Snakemake is gone")
 
 
 def _write_answers(job: Job, found: dict[tuple[str, str], Place], output: Path) -> None:

@@ -51,6 +51,10 @@ class Layout:
     def logs(self) -> Path:
         return self.root / "logs"
 
+    def job_log(self, group: str) -> Path:
+        """The log of a group's infer job."""
+        return self.logs / "infer" / f"{group}.log"
+
     @property
     def table(self) -> Path:
         return self.root / "answers.parquet"

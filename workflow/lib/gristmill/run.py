@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from gristmill import slurm
 from gristmill.campaign import Campaign, load_campaign, parse_campaign
 from gristmill.engines import ENGINES, URL_CONCURRENCY, Address, Attachment, Launch
 from gristmill.errors import GristmillError
@@ -151,8 +153,8 @@ class Run:
         """The job of rule `shard`."""
         write_shards(self.manifest.groups[group], self.recipe, Path(output))
 
-    def ask(self, group: str, output: str) -> None:
-        """The job of rule `infer`."""
+    def ask(self, group: str, output: str, resources: Mapping[str, Any]) -> None:
+        """The job of rule `infer`. resources: as Snakemake has them."""
         from gristmill.group import Job, run_group  # brings the OpenAI client, which takes a second to import
 
         settings = self.campaign.endpoint
@@ -161,11 +163,12 @@ class Run:
                 name=group,
                 shards=self.manifest.groups[group],
                 layout=self.layout,
-                target=self._target,
+                target=self._target(resources),
                 check=self.check,
                 concurrency=self.concurrency,
                 start_timeout_s=settings.start_timeout,
                 restarts=settings.restarts,
+                runtime_min=_minutes(resources.get("runtime")),
             ),
             Path(output),
         )
@@ -201,7 +204,27 @@ class Run:
         return self.campaign.endpoint.concurrency or default
 
     @property
-    def _target(self) -> Attachment | Launch:
+    def gpus(self) -> int | None:
+        """GPUs of an engine; None when the campaign leaves it to the profile."""
+        settings = self.campaign.endpoint
+        if self.model is None or (self.model.engine == "llamacpp" and settings.gpus is None):
+            return 0  # somebody else's, or a build for CPUs
+        return settings.gpus
+
+    def infer_resources(self, defaults: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What rule infer asks of Slurm beyond the profile: the campaign's resources and its number of GPUs.
+
+        defaults: the profile's `default-resources`, as Snakemake holds them.
+        """
+        given = {name: _by_attempt(value) for name, value in self.campaign.resources.items()}
+        if self.gpus is None or {"gres", "gpu"} & given.keys():
+            return given
+        known = {name: str(getattr(value, "raw", value)) for name, value in (defaults or {}).items()}
+        if "gpu" in known:
+            return {"gpu": self.gpus, **given}
+        return {"gres": slurm.gres(known.get("gres", ""), self.gpus), **given}
+
+    def _target(self, resources: Mapping[str, Any]) -> Attachment | Launch:
         settings = self.campaign.endpoint
         if self.model is None or self.recipe.names is None:
             assert settings.url is not None
@@ -216,7 +239,7 @@ class Run:
             names=self.recipe.names,
             address=Address(),
             flags={**self.model.args, **settings.args},
-            gpus=settings.gpus,
+            gpus=slurm.gpus(resources) if self.gpus is None else self.gpus,
             concurrency=self.concurrency,
         )
 
@@ -305,6 +328,17 @@ def _read_schema(path: Path) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise GristmillError("answer.schema must be a JSON object", where=str(path))
     return schema
+
+
+def _by_attempt(value: Any) -> Any:
+    """A resource for Snakemake: of a list, the value for the attempt at hand."""
+    if not isinstance(value, tuple):
+        return value
+    return lambda wildcards, attempt: value[min(attempt, len(value)) - 1]
+
+
+def _minutes(runtime: object) -> float | None:
+    return float(runtime) if isinstance(runtime, int | float) else None
 
 
 def _digest(*parts: object) -> str:
