@@ -96,7 +96,9 @@ class Sampling(_Model):
 class EndpointSettings(_Model):
     """The engine of each shard group, or a running endpoint to attach to."""
 
-    gpus: int | None = Field(None, ge=0, description="GPUs of an engine, which its Slurm job asks for; default: the job's.")
+    gpus: int | None = Field(
+        None, ge=0, description="GPUs of an engine, which its Slurm job asks for; default: the job's."
+    )
     args: dict[str, str | int | float | bool] = Field(
         {}, description="Flags of the engine, without the dashes; they win over those in the model registry."
     )
