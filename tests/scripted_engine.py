@@ -14,6 +14,7 @@ environment variable SCRIPTED_ENGINE names a JSON file; every key is optional, a
                 like the workers of an engine that hold a GPU. They outlive the engine, however it ends, and
                 go away by themselves after WORKER_S seconds
     boot_s      seconds before it listens
+    hog_mb      memory that it takes, MB
     fail        "exit": a traceback with a ValueError and status 1, after boot_s and with workers left behind
                 "port_in_use": "Address already in use" and status 1, at once
                 "never_ready": listens, but answers every request, that for /health too, with 503
@@ -50,6 +51,7 @@ class Behaviour:
     script: dict[str, Any] = field(default_factory=dict)
     log: str | None = None
     boot_s: float = 0.0
+    hog_mb: int = 0
     fail: str | None = None
     fail_times: int | None = None
     workers: int = 0
@@ -140,6 +142,7 @@ def main() -> None:
     if options.model != "any" and not Path(options.model).exists():
         crash(f"OSError: {options.model} is not a valid model path: no such file or directory")
     start_workers(behaviour.workers)
+    hog = bytearray(b"x") * (behaviour.hog_mb << 20)
     time.sleep(behaviour.boot_s)
     if fail == "exit":
         crash("ValueError: No available memory for the cache blocks. Try increasing gpu_memory_utilization.")
@@ -158,6 +161,7 @@ def main() -> None:
         print(f"INFO:     Application startup complete, {address}", flush=True)
 
     asyncio.run(server.serve(host=options.host, port=options.port, uds=options.uds, listening=listening))
+    del hog
 
 
 if __name__ == "__main__":
