@@ -22,7 +22,6 @@ PLANNED = {
     "limits.requests",
     "limits.tokens",
     "limits.deadline",
-    "endpoint.sidecar",
 }
 
 
@@ -106,13 +105,21 @@ class EndpointSettings(_Model):
         None, gt=0, description="Requests in flight. Default by engine: llamacpp 4, vllm 64, url 16."
     )
     url: str | None = Field(None, description="Base URL of a running endpoint, ending in /v1; no engine is started.")
+    sidecar: str | None = Field(None, description="Folder of an endpoint that `gristmill endpoint start` started.")
     api_key_env: str | None = Field(None, description="Environment variable that holds the key of `url`.")
     api_key_file: str | None = Field(None, description="File that holds the key of `url`.")
     start_timeout: float = Field(900, gt=0, description="Longest time an engine may take to become ready, seconds.")
     restarts: int = Field(3, ge=0, description="How often an engine that died is started again within one job.")
 
+    @property
+    def attached(self) -> bool:
+        """Whether an endpoint that runs already is asked."""
+        return self.url is not None or self.sidecar is not None
+
     @model_validator(mode="after")
     def _key_needs_url(self) -> EndpointSettings:
+        if self.url is not None and self.sidecar is not None:
+            raise ValueError("give url or sidecar, not both")
         if self.url is None and (self.api_key_env or self.api_key_file):
             raise ValueError("api_key_env and api_key_file belong to url; an engine of our own gets a random key")
         if self.api_key_env and self.api_key_file:
@@ -174,7 +181,7 @@ class Campaign(_Model):
     def _belongs_together(self) -> Campaign:
         if (self.documents is None) != (self.prompt is None):
             raise ValueError("documents and prompt go together: a prompt template turns documents into requests")
-        if self.model is None and (self.endpoint.url is None or self.documents is not None):
+        if self.model is None and (not self.endpoint.attached or self.documents is not None):
             raise ValueError("model is missing: name an entry of the model registry (config/models.yaml)")
         if self.gold is not None:
             if self.documents is None or self.gold.column not in self.documents.keep:

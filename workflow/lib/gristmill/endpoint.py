@@ -25,19 +25,21 @@ import psutil
 from openai import AsyncOpenAI
 
 from gristmill.engines import ENGINES, Address, Attachment, Engine, Launch, engine_environment
-from gristmill.errors import GristmillError
+from gristmill.errors import GristmillError, indented
+from gristmill.frontdoor import Upstream
 
 _PROBE_S = 120.0
 _KEEPER = str(Path(__file__).with_name("keeper.py"))
 _PORT_TRIES = 5
 _HICCUPS_S = (0.3, 1.0, 3.0)  # waits between the first tries at an attached endpoint
 _POLL_S = 0.2
+_RENEW_S = 20.0
 _PORT_TAKEN = re.compile(r"address already in use|errno 98|couldn't bind|failed to bind", re.I)
 _PROBES: dict[str, dict[str, Any]] = {
-    "/embeddings": {"input": "ping"},
-    "/completions": {"prompt": "ping", "max_tokens": 1},
-    "/responses": {"input": "ping", "max_output_tokens": 16},
     "/chat/completions": {"messages": [{"role": "user", "content": "ping"}], "max_tokens": 1},
+    "/completions": {"prompt": "ping", "max_tokens": 1},
+    "/embeddings": {"input": "ping"},
+    "/responses": {"input": "ping", "max_output_tokens": 16},
 }
 
 
@@ -54,10 +56,13 @@ class AttachedEndpoint:
     def __init__(self, attachment: Attachment, route: str) -> None:
         self._attachment, self._route = attachment, route
         self.client = _client(attachment.url, attachment.key, None)
+        self._renewing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         try:
             await self._first_answer()
+            if self._attachment.lease:
+                self._renewing = asyncio.create_task(self._renew())
         except openai.APIStatusError as error:
             await self.client.close()
             raise _refused(error, self._attachment.url) from error
@@ -93,6 +98,14 @@ class AttachedEndpoint:
         else:
             await _probe(self.client, model, self._route)
 
+    async def _renew(self) -> None:
+        """Keep the endpoint's lease while there is work, also when no request is in flight for long."""
+        url = f"{self._attachment.url.removesuffix('/v1')}/gristmill/renew"
+        while True:
+            await asyncio.sleep(_RENEW_S)
+            with contextlib.suppress(openai.OpenAIError):
+                await self.client.post(url, cast_to=httpx2.Response, options={"timeout": _RENEW_S})
+
     async def trouble(self) -> str | None:
         """What a tiny generation meets, None when it succeeds."""
         return await _trouble(self._ask())
@@ -100,6 +113,8 @@ class AttachedEndpoint:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._renewing is not None:
+            self._renewing.cancel()
         await self.client.close()
 
     def alive(self) -> bool:
@@ -110,9 +125,12 @@ class AttachedEndpoint:
 
 
 class EngineEndpoint:
-    """An engine of our own as an async context manager: ready inside, gone with all its processes after."""
+    """An engine of our own as an async context manager: ready inside, gone with all its processes after.
 
-    def __init__(self, launch: Launch, route: str, log: Path, start_timeout_s: float, restarts: int) -> None:
+    route: what its readiness is proved by; None: the first that it has.
+    """
+
+    def __init__(self, launch: Launch, route: str | None, log: Path, start_timeout_s: float, restarts: int) -> None:
         self.name = f"the {launch.model.engine} engine"
         self.log = log
         self.restarts_left = restarts
@@ -121,6 +139,7 @@ class EngineEndpoint:
         self._start_timeout_s = start_timeout_s
         self._folder: Path | None = None  # private to one start: its socket and its key
         self._key = ""
+        self._address = Address()
         self._keeper: subprocess.Popen[bytes] | None = None
         self._ready = False
         self._lock = asyncio.Lock()
@@ -140,6 +159,11 @@ class EngineEndpoint:
     ) -> None:
         # Shielded: a second SIGTERM must not leave an engine behind.
         await asyncio.shield(self._end())
+
+    @property
+    def upstream(self) -> Upstream:
+        """Where it is reached now; another start has another address and key."""
+        return Upstream(self._address.url, self._address.socket, self._key)
 
     def alive(self) -> bool:
         """Whether the engine is there and was ready; not while it is being started again."""
@@ -176,7 +200,8 @@ class EngineEndpoint:
         for attempt in range(1, _PORT_TRIES + 1):
             mark = self.log.stat().st_size if self.log.exists() else 0
             folder = self._make_private_folder()
-            launch = replace(self._launch, address=self._choose_address(folder))
+            self._address = self._choose_address(folder)
+            launch = replace(self._launch, address=self._address)
             self._spawn(launch, folder)
             self.client = _client(f"{launch.address.url}/v1", self._key, launch.address.socket)
             try:
@@ -329,9 +354,17 @@ def _client(url: str, key: str, socket_path: Path | None) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=url, api_key=key, max_retries=0, http_client=http)
 
 
-async def _probe(client: AsyncOpenAI, model: str, route: str, timeout_s: float = _PROBE_S) -> None:
-    body = {"model": model, **_PROBES[route]}
-    await client.post(route, cast_to=httpx2.Response, body=body, options={"timeout": timeout_s})
+async def _probe(client: AsyncOpenAI, model: str, route: str | None, timeout_s: float = _PROBE_S) -> None:
+    """One tiny generation; without a route, the first kind that the model can do."""
+    routes = list(_PROBES) if route is None else [route]
+    for tried in routes:
+        body = {"model": model, **_PROBES[tried]}
+        try:
+            await client.post(tried, cast_to=httpx2.Response, body=body, options={"timeout": timeout_s})
+            return
+        except openai.APIStatusError as error:
+            if tried == routes[-1] or error.status_code not in (400, 404, 405, 501):
+                raise
 
 
 async def _trouble(asked: Awaitable[None]) -> str | None:
@@ -365,8 +398,3 @@ def _tail(log: Path, start: int, size: int) -> str:
             return file.read().decode("utf-8", "replace")
     except OSError:
         return ""
-
-
-def indented(text: str, lines: int = 15) -> str:
-    """The last lines of a text, for an error message."""
-    return "\n".join(f"    | {line}" for line in text.strip().splitlines()[-lines:]) or "    | (empty)"

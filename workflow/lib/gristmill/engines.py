@@ -28,11 +28,15 @@ class Address:
 
 @dataclass(frozen=True)
 class Attachment:
-    """A running endpoint: base URL ending in /v1, key, and the model name to probe it with (None: no probe)."""
+    """A running endpoint: base URL ending in /v1, key, and the model name to probe it with (None: no probe).
+
+    lease: whether it ends unless it is used, and can be told that it will be.
+    """
 
     url: str
     key: str
     model: str | None
+    lease: bool = False
 
 
 @dataclass(frozen=True)

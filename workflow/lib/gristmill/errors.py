@@ -32,6 +32,11 @@ class GristmillError(Exception):
         return partial(GristmillError, where=self.where, help=self.help), (self.found,)
 
 
+def indented(text: str, lines: int = 15) -> str:
+    """The last lines of a text, for an error message."""
+    return "\n".join(f"    | {line}" for line in text.strip().splitlines()[-lines:]) or "    | (empty)"
+
+
 def disk_error(error: OSError) -> GristmillError | None:
     """The message for a full disk or quota, or None if `error` is something else."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):

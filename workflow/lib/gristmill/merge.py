@@ -190,7 +190,7 @@ def convert(part: Part) -> Converted:
                 raise GristmillError(
                     f"the answers file is damaged: {error}", where=f"{part.path}, line {number}", help=_AGAIN
                 ) from error
-            answer, record = _answer_of(row, part.check)
+            answer, record = answer_of(row, part.check)
             cells.append(_cells(row, record, answer, part))
             if answer.status != "ok":
                 errors.append(_error_line(row, answer, part.source_file))
@@ -219,7 +219,8 @@ def _finish_batch(cells: list[tuple[Any, ...]], schema: pa.Schema, result: Conve
     summary.completion_tokens += sum(filter(None, columns["completion_tokens"]))
 
 
-def _answer_of(row: dict[str, Any], check: AnswerCheck) -> tuple[Answer, dict[str, Any] | None]:
+def answer_of(row: dict[str, Any], check: AnswerCheck) -> tuple[Answer, dict[str, Any] | None]:
+    """The answer in a line of an answers file, and its record, None when it was never sent."""
     if "error" in row:
         code, message = row["error"]
         return Answer("error", error_code=code, error_message=message), None

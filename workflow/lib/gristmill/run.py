@@ -25,6 +25,7 @@ from gristmill.outcomes import AnswerCheck
 from gristmill.registry import Model, load_model, model_path
 from gristmill.requests import Recipe, recipe, request_maker
 from gristmill.shards import write_shards
+from gristmill.sidecar import read_sidecar, wait_ready
 from gristmill.sources import read_rows
 
 # Part of what decides whether a finished group is done again: raise it when requests or answer lines of the same
@@ -65,6 +66,8 @@ class Run:
         manifest = update_manifest(campaign, project) if update else read_manifest(campaign)
         run = cls._assemble(campaign, project, layout, manifest)
         if main:
+            if campaign.endpoint.sidecar is not None:
+                read_sidecar(Path(os.path.expandvars(campaign.endpoint.sidecar)).expanduser())
             run.try_first_rows()
             print(run.describe(), file=sys.stderr)
             _note_stale_lock(layout)
@@ -80,7 +83,7 @@ class Run:
     @classmethod
     def _assemble(cls, campaign: Campaign, project: Path, layout: Layout, manifest: Manifest) -> Run:
         model, names = None, None
-        if campaign.endpoint.url is None:
+        if not campaign.endpoint.attached:
             assert campaign.model is not None
             model = load_model(campaign.model, find_file(campaign.registry, project, "the model registry"))
             names = (campaign.model, *model.aliases)
@@ -99,7 +102,10 @@ class Run:
     def describe(self) -> str:
         """One line: how much there is to do."""
         rows, shards, groups = self.manifest.rows, len(self.manifest.shards), len(self.manifest.groups)
-        through = self.campaign.endpoint.url or f"{self.campaign.model} on {self.model.engine if self.model else '?'}"
+        settings = self.campaign.endpoint
+        through = (
+            settings.url or settings.sidecar or f"{self.campaign.model} on {self.model.engine if self.model else '?'}"
+        )
         empty = [source.path for source in self.manifest.sources if source.kind == "empty"]
         note = f"; empty: {', '.join(empty)}" if empty else ""
         return (
@@ -177,20 +183,17 @@ class Run:
         """The job of rule `merge`."""
         table = table_for(self.check, self.campaign.documents.keep if self.campaign.documents else ())
         gold = self.campaign.gold.column if self.campaign.gold else None
-        group_of = self.manifest.group_of()
         parts = [
-            Part(
-                path=self.layout.answers / group_of[shard.name] / shard.file,
-                source_file=shard.source.path,
-                rows=shard.rows,
-                table=table,
-                check=self.check,
-                gold=gold,
-            )
-            for shard in self.manifest.shards
+            Part(path, shard.source.path, shard.rows, table, self.check, gold)
+            for path, shard in zip(self.answer_files(), self.manifest.shards, strict=True)
         ]
         ids = [(source.path, self.layout.ids(source.key)) for source in self.manifest.sources]
         merge(parts, ids, workers, (Path(outputs[0]), Path(outputs[1]), Path(outputs[2])))
+
+    def answer_files(self) -> list[Path]:
+        """The answers of each shard, in the order of the inputs."""
+        group_of = self.manifest.group_of()
+        return [self.layout.answers / group_of[shard.name] / shard.file for shard in self.manifest.shards]
 
     def judge(self, summary: str) -> None:
         """The job of rule `complete`."""
@@ -226,6 +229,8 @@ class Run:
 
     def _target(self, resources: Mapping[str, Any]) -> Attachment | Launch:
         settings = self.campaign.endpoint
+        if settings.sidecar is not None:
+            return self._attach(Path(os.path.expandvars(settings.sidecar)).expanduser())
         if self.model is None or self.recipe.names is None:
             assert settings.url is not None
             return Attachment(
@@ -242,6 +247,16 @@ class Run:
             gpus=slurm.gpus(resources) if self.gpus is None else self.gpus,
             concurrency=self.concurrency,
         )
+
+    def _attach(self, path: Path) -> Attachment:
+        """The endpoint of a sidecar, once it is ready. Raises GristmillError when it is gone."""
+
+        def tell(text: str) -> None:
+            print(f"waiting for the endpoint: {text}", file=sys.stderr, flush=True)
+
+        folder, sidecar = wait_ready(path, self.campaign.endpoint.start_timeout, tell)
+        assert sidecar.url is not None
+        return Attachment(sidecar.url, folder.read_key(), self.campaign.model, lease=True)
 
 
 def load_run(path: Path, project: Path) -> Run:

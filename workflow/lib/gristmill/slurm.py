@@ -11,6 +11,9 @@ import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
 
 from gristmill.errors import GristmillError
 
@@ -57,6 +60,7 @@ def why_hopeless(reason: str) -> str | None:
     return None
 
 
+_EXPRESSION = re.compile(r"[\d\s*+/(),-]*\b(attempt|min|max)\b(attempt|min|max|[\d\s*+/(),-])*")
 _GRES_GPU = re.compile(r"gpu(?P<type>:[A-Za-z][\w.]*)?(?P<count>:\d+)?")
 
 
@@ -133,6 +137,35 @@ def check(options: Mapping[str, str], extra: str = "") -> str | None:
     return None
 
 
+def submit(script: Path) -> str:
+    """Submit a batch script; gives the job's id. Raises GristmillError with sbatch's words."""
+    said = ask("sbatch", "--parsable", str(script))
+    if said.status:
+        raise GristmillError(f"sbatch refuses: {said.err}", where=str(script), help=_valid())
+    return said.out.partition(";")[0]
+
+
+def profile_options(profile: Path) -> dict[str, str]:
+    """Options of sbatch from the `default-resources` of a Snakemake profile, as of the first attempt.
+
+    Raises GristmillError when it cannot be read.
+    """
+    path = profile / "config.yaml" if profile.is_dir() else profile
+    try:
+        given = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("default-resources") or {}
+        if isinstance(given, list):
+            given = dict(str(item).split("=", 1) for item in given)
+        return options_of({name: _first_attempt(value) for name, value in given.items()})
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        raise GristmillError(f"the profile cannot be read: {error}", where=str(path)) from error
+
+
+def _first_attempt(value: object) -> object:
+    if not isinstance(value, str) or not _EXPRESSION.fullmatch(value):
+        return value
+    return eval(value, {"__builtins__": {}}, {"attempt": 1, "min": min, "max": max})
+
+
 def _valid() -> str:
     """The accounts, qos and partitions that this person may use, as Slurm lists them."""
     user = getpass.getuser()
@@ -201,6 +234,19 @@ def job_state(job_id: str) -> str | None:
     if said.status == 0:
         return said.out.splitlines()[0].strip() if said.out else "GONE"
     return "GONE" if "Invalid job id" in said.err else None
+
+
+def reason(job_id: str) -> str:
+    """Why a job waits, in squeue's words."""
+    return ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%r").out or "unknown"
+
+
+def cancel_hopeless(job_id: str) -> None:
+    """Raise GristmillError, with the job cancelled, when it waits for what never comes."""
+    word = reason(job_id)
+    if (why := why_hopeless(word)) is not None:
+        ask("scancel", job_id)
+        raise GristmillError(f"Slurm job {job_id} can never start ({word}): {why}; it is cancelled", help=_valid())
 
 
 def is_over(state: str | None) -> bool:
