@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from gristmill import __version__, slurm
 from gristmill.campaign import json_schema, load_campaign
 from gristmill.errors import GristmillError, reported
 from gristmill.layout import Layout, find_file
-from gristmill.sidecar import read_sidecar
+from gristmill.sidecar import LOCAL, call, on_its_node, read_sidecar
 
 _SHOWN = ["id", "status", "label", "answer", "error_code", "prompt_tokens", "completion_tokens", "latency_s"]
 
@@ -90,6 +91,11 @@ def _add_endpoint(parser: argparse.ArgumentParser) -> None:
         which.add_argument("--sidecar", type=Path, metavar="DIR", help="its folder")
         command.set_defaults(do=do)
     commands.add_parser("list", help="those started from this account").set_defaults(do=_endpoint_list)
+    call = commands.add_parser("call")  # what a step of the job runs for another machine
+    call.add_argument("folder", type=Path)
+    call.add_argument("method")
+    call.add_argument("what")
+    call.set_defaults(do=_endpoint_call)
     serve = commands.add_parser("serve")  # what the job runs
     serve.add_argument("folder", type=Path)
     serve.set_defaults(do=lambda args, argv: serving().serve(args.folder))
@@ -157,8 +163,6 @@ def _endpoint_status(args: argparse.Namespace, argv: list[str]) -> int:
     from gristmill import endpoints
 
     folder = args.sidecar or endpoints.folder_of(args.job)
-    if (done := endpoints.on_its_node(folder, argv)) is not None:
-        return done
     state = endpoints.status(folder)
     print(json.dumps(state, indent=1))
     return 0 if state["state"] not in ("stale", "ended") else 1
@@ -168,10 +172,12 @@ def _endpoint_stop(args: argparse.Namespace, argv: list[str]) -> int:
     from gristmill import endpoints
 
     folder = args.sidecar or endpoints.folder_of(args.job)
-    if (done := endpoints.on_its_node(folder, argv)) is not None:
-        return done
     print(json.dumps(endpoints.stop(folder), indent=1))
     return 0
+
+
+def _endpoint_call(args: argparse.Namespace, argv: list[str]) -> None:
+    print(json.dumps(call(*read_sidecar(args.folder), args.method, args.what)))
 
 
 def _endpoint_list(args: argparse.Namespace, argv: list[str]) -> None:
@@ -215,17 +221,19 @@ def _pairs(words: list[str], option: str, *, flags: bool = False) -> dict[str, A
 
 
 def _batch_run(args: argparse.Namespace, argv: list[str]) -> int:
-    from gristmill import endpoints, oneshot
+    from gristmill import oneshot
 
     endpoint: dict[str, Any] = {"start_timeout": args.start_timeout, "restarts": args.restarts}
     if args.concurrency is not None:
         endpoint["concurrency"] = args.concurrency
     settings: dict[str, Any] = {"endpoint": endpoint}
     if args.sidecar is not None:
-        if (done := endpoints.on_its_node(args.sidecar, argv)) is not None:
-            return done
+        _, sidecar = read_sidecar(args.sidecar)
+        if not sidecar.reachable and not sidecar.job_id.startswith(LOCAL):
+            command, environment = on_its_node(sidecar, argv)
+            return subprocess.run(command, env=environment, stdin=subprocess.DEVNULL).returncode
         endpoint["sidecar"] = str(args.sidecar.absolute())
-        settings["model"] = args.served_model or read_sidecar(args.sidecar)[1].model
+        settings["model"] = args.served_model or sidecar.model
     elif args.url is not None:
         endpoint["url"] = args.url
         if args.api_key_env:

@@ -26,7 +26,6 @@ from gristmill.sidecar import LOCAL, Folder, Sidecar, State, ask, call, read_sid
 
 _STOP_S = 120.0  # draining, ending the engine, and a slow Slurm
 _POLL_S = 0.5
-_ON_NODE = "GRISTMILL_ON_NODE"
 _LIBRARY = Path(__file__).parents[1]
 
 
@@ -199,20 +198,6 @@ def _kill(sidecar: Sidecar) -> None:
             process = psutil.Process(sidecar.pid)
             if abs(process.create_time() - (sidecar.pid_started or 0)) < 2:
                 process.terminate()
-
-
-def on_its_node(path: Path, argv: list[str]) -> int | None:
-    """Run a `gristmill` command where the endpoint listens, if that is not here; gives its exit status.
-
-    An endpoint that is not shared listens on the loopback interface of its node.
-    """
-    folder, sidecar = read_sidecar(path)
-    if _ON_NODE in os.environ or sidecar.job_id.startswith(LOCAL) or ask(folder, sidecar).name != "unreachable":
-        return None
-    here = ["srun", f"--jobid={sidecar.job_id}", "--overlap", "--ntasks=1", "--nodes=1", "--quiet"]
-    command = [*here, sys.executable, "-P", "-m", "gristmill.cli", *argv]
-    environment = {**os.environ, _ON_NODE: "1", "PYTHONPATH": str(_LIBRARY)}
-    return subprocess.run(command, env=environment, stdin=subprocess.DEVNULL).returncode
 
 
 # -- those that were started from this account ------------------------------------------------------------------------

@@ -254,7 +254,7 @@ class Run:
         def tell(text: str) -> None:
             print(f"waiting for the endpoint: {text}", file=sys.stderr, flush=True)
 
-        folder, sidecar = wait_ready(path, self.campaign.endpoint.start_timeout, tell)
+        folder, sidecar = wait_ready(path, self.campaign.endpoint.start_timeout, tell, from_here=True)
         assert sidecar.url is not None
         return Attachment(sidecar.url, folder.read_key(), self.campaign.model, lease=True)
 

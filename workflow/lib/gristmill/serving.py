@@ -120,6 +120,8 @@ class _Server:
                 self._sidecar.write(self._folder)
                 async with engine:
                     door.serve(engine.upstream)
+                    self._sidecar = replace(self._sidecar, ready=time.time())
+                    self._sidecar.write(self._folder)
                     print(f"ready: {self._sidecar.url}", file=sys.stderr, flush=True)
                     stop.attach(self)
                     await self._watch(engine)

@@ -6,7 +6,9 @@ import http.client
 import json
 import os
 import secrets
+import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import psutil
 
 from gristmill import slurm
-from gristmill.errors import GristmillError
+from gristmill.errors import GristmillError, indented
 from gristmill.layout import write_atomically
 
 _ANSWER_S = 5.0
@@ -83,8 +85,9 @@ class Folder:
 
 @dataclass(frozen=True)
 class Sidecar:
-    """What is written of an endpoint. id: random, the endpoint tells it again. started, ended: seconds since the epoch.
+    """What is written of an endpoint. id: random, the endpoint tells it again.
 
+    started, ready, ended: seconds since the epoch; ready is when its engine was up first.
     host, port, url: None until its job runs. pid, pid_started: the endpoint's process on `host`.
     """
 
@@ -99,6 +102,7 @@ class Sidecar:
     url: str | None = None
     pid: int | None = None
     pid_started: float | None = None
+    ready: float | None = None
     ended: float | None = None
     why: str | None = None
 
@@ -139,8 +143,8 @@ def read_sidecar(path: Path) -> tuple[Folder, Sidecar]:
 class State:
     """How an endpoint is.
 
-    name: ready, restarting or draining, as it says itself; pending or starting, as Slurm says; unreachable (it listens
-    on the loopback interface of another machine), silent (its job runs and it does not answer), ended, or stale (it was
+    name: ready, starting, restarting or draining, as it says itself; pending or starting, as Slurm says; unreachable
+    (it runs on another machine, outside Slurm), silent (its job runs and it does not answer), ended, or stale (it was
     killed: its sidecar says otherwise). detail: why. status: what it says of itself.
     """
 
@@ -155,7 +159,8 @@ class State:
 
 def ask(folder: Folder, sidecar: Sidecar) -> State:
     """Ask an endpoint how it is; where it does not answer, ask Slurm or the operating system why."""
-    if sidecar.port is not None and sidecar.reachable:
+    # From another machine it is asked by a step of its job, which is not done again and again while it starts.
+    if sidecar.port is not None and (sidecar.reachable or sidecar.ready is not None):
         status, data = call(folder, sidecar, "GET", "status")
         if status == 200 and data.get("id") == sidecar.id:
             return State(str(data.get("state")), str(data.get("why") or ""), data)
@@ -176,10 +181,8 @@ def _from_outside(sidecar: Sidecar) -> State:
         return State("ended", ended) if sidecar.ended else State("stale", how)
     if state in ("PENDING", "CONFIGURING"):
         return State("pending", f"Slurm job {sidecar.job_id} waits ({slurm.reason(sidecar.job_id)})")
-    if sidecar.port is None:
+    if sidecar.port is None or (sidecar.ready is None and not sidecar.reachable):
         return State("starting", f"Slurm job {sidecar.job_id} is {(state or 'not shown').lower()}")
-    if not sidecar.reachable:
-        return State("unreachable", f"it listens on the loopback interface of {sidecar.host}")
     return State("silent", f"Slurm job {sidecar.job_id} is {(state or 'not shown').lower()} and does not answer")
 
 
@@ -193,6 +196,8 @@ def _is_process(sidecar: Sidecar) -> bool:
 
 def call(folder: Folder, sidecar: Sidecar, method: str, what: str) -> tuple[int, dict[str, Any]]:
     """Call /gristmill/<what> of an endpoint: HTTP status and answer; status 0 when there is none."""
+    if not sidecar.reachable:
+        return _call_there(folder, sidecar, method, what)
     host = (sidecar.host or "") if sidecar.share else "127.0.0.1"
     connection = http.client.HTTPConnection(host, sidecar.port, timeout=_ANSWER_S)
     try:
@@ -207,8 +212,31 @@ def call(folder: Folder, sidecar: Sidecar, method: str, what: str) -> tuple[int,
         connection.close()
 
 
-def wait_ready(path: Path, timeout_s: float, tell: Any = lambda text: None) -> tuple[Folder, Sidecar]:
+def on_its_node(sidecar: Sidecar, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The command that runs `gristmill WORDS` where an endpoint's job runs, and its environment."""
+    here = ["srun", f"--jobid={sidecar.job_id}", "--overlap", "--ntasks=1", "--nodes=1", "--quiet"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    return [*here, sys.executable, "-P", "-m", "gristmill.cli", *words], environment
+
+
+def _call_there(folder: Folder, sidecar: Sidecar, method: str, what: str) -> tuple[int, dict[str, Any]]:
+    if sidecar.job_id.startswith(LOCAL):
+        return 0, {}
+    command, environment = on_its_node(sidecar, ["endpoint", "call", str(folder.path), method, what])
+    said = slurm.ask(*command, environment=environment)
+    try:
+        status, data = json.loads(said.out)
+        return int(status), dict(data)
+    except (ValueError, TypeError):
+        return 0, {}
+
+
+def wait_ready(
+    path: Path, timeout_s: float, tell: Callable[[str], None], *, from_here: bool = False
+) -> tuple[Folder, Sidecar]:
     """Wait until an endpoint is ready, told about by `tell`, and give its sidecar.
+
+    from_here: whether requests must reach it from this machine.
 
     Raises GristmillError when it is over, cannot be reached, or is not ready after `timeout_s` seconds of its running.
     """
@@ -216,6 +244,8 @@ def wait_ready(path: Path, timeout_s: float, tell: Any = lambda text: None) -> t
     while True:
         folder, sidecar = read_sidecar(path)
         state = ask(folder, sidecar)
+        if from_here and not sidecar.reachable and not state.over:
+            state = State("unreachable", f"it listens on the loopback interface of {sidecar.host}")
         if state.name == "ready":
             return folder, sidecar
         if state.over or state.name in ("unreachable", "draining"):
@@ -243,5 +273,8 @@ def not_usable(folder: Folder, sidecar: Sidecar, state: State) -> GristmillError
         "unreachable": "start it with --share, or work on that machine",
         "silent": f"look at {folder.log(sidecar.job_id)}; `gristmill endpoint stop --sidecar {folder.path}` ends it",
     }.get(state.name, f"start another: gristmill endpoint start --outdir {folder.path} …")
+    if state.over and sidecar.ready is None and folder.log(sidecar.job_id).exists():
+        text = folder.log(sidecar.job_id).read_text(encoding="utf-8", errors="replace")
+        what += f"\n  last lines of its log:\n{indented(text, 30)}"
     logs = "".join(f"\n  log:   {log}" for log in (folder.log(sidecar.job_id), folder.engine_log) if log.exists())
     return GristmillError(what, where=f"{folder.sidecar}{logs}", help=help)

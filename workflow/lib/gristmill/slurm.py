@@ -89,11 +89,17 @@ class Answer:
     err: str
 
 
-def ask(*words: str, timeout_s: float = _PATIENCE_S) -> Answer:
+def ask(*words: str, timeout_s: float = _PATIENCE_S, environment: Mapping[str, str] | None = None) -> Answer:
     """Run a Slurm command. A command that is missing or slow is an answer too, never an exception."""
     try:
         done = subprocess.run(
-            words, capture_output=True, text=True, errors="replace", timeout=timeout_s, stdin=subprocess.DEVNULL
+            words,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+            env=environment,
         )
     except FileNotFoundError:
         return Answer(127, "", f"{words[0]}: command not found")
