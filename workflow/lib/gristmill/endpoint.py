@@ -31,6 +31,7 @@ from gristmill.frontdoor import Upstream
 _PROBE_S = 120.0
 _KEEPER = str(Path(__file__).with_name("keeper.py"))
 _PORT_TRIES = 5
+_LONGEST = 40
 _HICCUPS_S = (0.3, 1.0, 3.0)  # waits between the first tries at an attached endpoint
 _POLL_S = 0.2
 _RENEW_S = 20.0
@@ -201,7 +202,7 @@ class EngineEndpoint:
             mark = self.log.stat().st_size if self.log.exists() else 0
             folder = self._make_private_folder()
             self._address = self._choose_address(folder)
-            launch = replace(self._launch, address=self._address)
+            launch = replace(self._launch, address=self._address, private=folder)
             self._spawn(launch, folder)
             self.client = _client(f"{launch.address.url}/v1", self._key, launch.address.socket)
             try:
@@ -218,7 +219,11 @@ class EngineEndpoint:
                 raise
 
     def _make_private_folder(self) -> Path:
-        self._folder = folder = Path(tempfile.mkdtemp(prefix="gristmill-"))  # mode 0700; the keeper removes it
+        # Mode 0700; the keeper removes it. The path of a socket in it, or below its tmp/, must fit into 107 bytes.
+        temporary = tempfile.gettempdir()
+        self._folder = folder = Path(
+            tempfile.mkdtemp(prefix="gristmill-", dir=temporary if len(temporary) < 40 else "/tmp")
+        )
         self._key = secrets.token_urlsafe(32)
         (folder / "key").touch(mode=0o600)
         (folder / "key").write_text(self._key)
@@ -237,7 +242,7 @@ class EngineEndpoint:
         command = self._engine.command(launch)
         # By path, since the environment is the engine's; -P, so that our modules do not stand before Python's own.
         keeper = [sys.executable, "-P", _KEEPER, str(self._engine.grace_s), str(folder)]
-        environment = engine_environment(self._engine, launch.model, self._key, os.environ)
+        environment = engine_environment(self._engine, launch.model, self._key, os.environ, folder)
         with self.log.open("ab") as log:
             self._keeper = subprocess.Popen(
                 [*keeper, *command],

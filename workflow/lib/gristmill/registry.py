@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gristmill.errors import GristmillError
 
@@ -25,9 +25,23 @@ class Model(BaseModel):
     aliases: tuple[str, ...] = Field((), description="Other names that requests may call it by.")
     args: dict[str, str | int | float | bool] = Field({}, description="Flags of the engine, without the dashes.")
     env: dict[str, str] = Field({}, description="Environment of the engine.")
-    python: str | None = Field(None, description="vLLM in a venv: the path of its python.")
+    python: str | None = Field(None, description="Its python: the path in a venv, or in the image.")
     image: str | None = Field(None, description="vLLM in an Apptainer/Singularity image: the path of the image.")
+    binds: tuple[str, ...] = Field((), description="More folders that the image sees: PATH, or PATH:PLACE[:ro].")
+    image_args: tuple[str, ...] = Field((), description="More words for `apptainer exec`.")
     module: tuple[str, ...] = Field((), description="vLLM from environment modules: their names, loaded in order.")
+
+    @model_validator(mode="after")
+    def _one_environment(self) -> Model:
+        if self.image and self.module:
+            raise ValueError("give image or module, not both")
+        if not self.image and (self.binds or self.image_args):
+            raise ValueError("binds and image_args belong to image")
+        if self.engine != "vllm" and (self.image or self.module or self.python):
+            raise ValueError(
+                f"python, image and module are for vllm; {self.engine} runs in Gristmill's own environment"
+            )
+        return self
 
 
 def load_model(name: str, registry: Path) -> Model:
@@ -77,4 +91,22 @@ def model_path(model: Model, project: Path) -> Path:
             where=f"path: {model.path}",
             help="correct `path` in the model registry",
         )
-    return path.absolute()
+    return _snapshot(path.absolute())
+
+
+def _snapshot(path: Path) -> Path:
+    """The snapshot in a model's folder of a Hugging Face cache (`models--ORG--NAME`); any other path as it is."""
+    if not path.name.startswith("models--") or not (path / "snapshots").is_dir():
+        return path
+    snapshots = sorted((path / "snapshots").iterdir())
+    main = path / "refs" / "main"
+    named = path / "snapshots" / main.read_text(encoding="utf-8").strip() if main.exists() else None
+    if named in snapshots:
+        return named
+    if len(snapshots) == 1:
+        return snapshots[0]
+    raise GristmillError(
+        f"the cache of the model has {len(snapshots)} snapshots, and refs/main names none of them",
+        where=str(path),
+        help=f"name one: {', '.join(map(str, snapshots)) or 'download the model first'}",
+    )

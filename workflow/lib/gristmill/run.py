@@ -16,7 +16,7 @@ import psutil
 
 from gristmill import slurm
 from gristmill.campaign import Campaign, load_campaign, parse_campaign
-from gristmill.engines import ENGINES, URL_CONCURRENCY, Address, Attachment, Launch
+from gristmill.engines import ENGINES, URL_CONCURRENCY, Address, Attachment, Launch, parallel_flags
 from gristmill.errors import GristmillError
 from gristmill.layout import RUNNER_PID, Layout, find_file, write_atomically
 from gristmill.manifest import Manifest, digest_of, read_manifest, update_manifest
@@ -68,6 +68,8 @@ class Run:
         if main:
             if campaign.endpoint.sidecar is not None:
                 read_sidecar(Path(os.path.expandvars(campaign.endpoint.sidecar)).expanduser())
+            if run.model is not None and run.model.engine == "vllm":
+                parallel_flags({**run.model.args, **campaign.endpoint.args}, run.gpus)
             run.try_first_rows()
             print(run.describe(), file=sys.stderr)
             _note_stale_lock(layout)
