@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -40,11 +42,17 @@ def asked_twice(engine: ScriptedEngine) -> int:
 
 
 def test_all_that_befalls_jobs(on_slurm: Project, cluster: Cluster, engine: ScriptedEngine, tmp_path: Path) -> None:
-    """scancel, preemption, timeout, a dead slurmd and a restarted slurmctld, with sacct failing all the while."""
+    """scancel, preemption, timeout, a dead slurmd, a restarted slurmctld, a silent squeue, sacct failing all along."""
     broken = tmp_path / "bin"
     broken.mkdir()
-    (broken / "sacct").write_text("#!/bin/sh\necho 'sacct: error: slurmdbd is down' >&2\nexit 1\n")
-    (broken / "sacct").chmod(0o755)
+    silent = tmp_path / "silent"
+    scripts = {
+        "sacct": "echo 'sacct: error: slurmdbd is down' >&2\nexit 1\n",
+        "squeue": f'[ -e {silent} ] && exit 1\nexec {shutil.which("squeue")} "$@"\n',
+    }
+    for name, text in scripts.items():
+        (broken / name).write_text(f"#!/bin/sh\n{text}")
+        (broken / name).chmod(0o755)
     registry = engine.write(script={"latency_s": 3.0}, workers=1)
     on_slurm.requests(range(240))
     campaign = on_slurm.campaign(
@@ -72,11 +80,13 @@ def test_all_that_befalls_jobs(on_slurm: Project, cluster: Cluster, engine: Scri
     failed = ["squeue", "-h", "-t", "NODE_FAIL", "-o", "%i"]
     wait_until(lambda: len(cluster.call(*failed).split()) == 2, 60, "two jobs that failed with their node")
     wait_until(lambda: preempting in running(cluster), 60, "the job that preempts")
+    silent.touch()  # no status round succeeds
     cluster.end("slurmctld")
     cluster.start_controller()
     cluster.start_node("n3")
     cluster.call("scancel", preempting)
-
+    speak_again = threading.Timer(10, silent.unlink)
+    speak_again.start()
     output, _ = run.communicate(timeout=400)
     assert run.returncode == 0, output
     assert [row["status"] for row in on_slurm.table()] == ["ok"] * 240

@@ -13,11 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from gristmill import __version__, slurm
+from gristmill import __version__, endpoints, slurm
 from gristmill.campaign import json_schema, load_campaign
 from gristmill.errors import GristmillError, reported
 from gristmill.layout import Layout, find_file
-from gristmill.sidecar import LOCAL, call, on_its_node, read_sidecar
+from gristmill.sidecar import LOCAL, Settings, call, on_its_node, read_sidecar
 
 _SHOWN = ["id", "status", "label", "answer", "error_code", "prompt_tokens", "completion_tokens", "latency_s"]
 
@@ -98,7 +98,7 @@ def _add_endpoint(parser: argparse.ArgumentParser) -> None:
     call.set_defaults(do=_endpoint_call)
     serve = commands.add_parser("serve")  # what the job runs
     serve.add_argument("folder", type=Path)
-    serve.set_defaults(do=lambda args, argv: serving().serve(args.folder))
+    serve.set_defaults(do=_endpoint_serve)
 
 
 def _add_batch(parser: argparse.ArgumentParser) -> None:
@@ -131,19 +131,17 @@ def _add_slurm(parser: argparse.ArgumentParser) -> None:
 # -- endpoints --------------------------------------------------------------------------------------------------------
 
 
-def serving() -> Any:
-    from gristmill import serving  # brings the OpenAI client, which takes a second to import
+def _endpoint_serve(args: argparse.Namespace, argv: list[str]) -> int:
+    from gristmill.serving import serve  # brings the OpenAI client, which takes a second to import
 
-    return serving
+    return serve(args.folder)
 
 
 def _endpoint_start(args: argparse.Namespace, argv: list[str]) -> None:
-    from gristmill import endpoints
-
     if args.local and args.slurm:
         raise GristmillError("--local and --slurm exclude each other", help="leave one of them out")
     options = None if args.local else _slurm_options(args)
-    settings = serving().Settings(
+    settings = Settings(
         model=args.model,
         registry=str(find_file(args.registry, _PROJECT, "the model registry").absolute()),
         project=str(_PROJECT),
@@ -160,8 +158,6 @@ def _endpoint_start(args: argparse.Namespace, argv: list[str]) -> None:
 
 
 def _endpoint_status(args: argparse.Namespace, argv: list[str]) -> int:
-    from gristmill import endpoints
-
     folder = args.sidecar or endpoints.folder_of(args.job)
     state = endpoints.status(folder)
     print(json.dumps(state, indent=1))
@@ -169,8 +165,6 @@ def _endpoint_status(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def _endpoint_stop(args: argparse.Namespace, argv: list[str]) -> int:
-    from gristmill import endpoints
-
     folder = args.sidecar or endpoints.folder_of(args.job)
     print(json.dumps(endpoints.stop(folder), indent=1))
     return 0
@@ -181,8 +175,6 @@ def _endpoint_call(args: argparse.Namespace, argv: list[str]) -> None:
 
 
 def _endpoint_list(args: argparse.Namespace, argv: list[str]) -> None:
-    from gristmill import endpoints
-
     print(json.dumps([endpoints.status(folder) for folder in endpoints.known().values()], indent=1))
 
 

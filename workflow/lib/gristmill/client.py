@@ -112,7 +112,7 @@ class Window:
     async def _work(self, requests: Iterator[Request]) -> None:
         try:
             while self._stopping is None and self._fatal is None:
-                if self._until is not None and time.monotonic() + self.pace.slowest_s > self._until:
+                if self._until is not None and self.pace.would_end(time.monotonic()) > self._until:
                     return self.stop("the walltime of the job ends")
                 request = next(requests, None)
                 if request is None:

@@ -21,8 +21,7 @@ import psutil
 from gristmill import slurm
 from gristmill.errors import GristmillError
 from gristmill.layout import write_atomically
-from gristmill.serving import Settings
-from gristmill.sidecar import LOCAL, Folder, Sidecar, State, ask, call, read_sidecar, wait_ready
+from gristmill.sidecar import LOCAL, Folder, Settings, Sidecar, State, ask, call, read_sidecar, wait_ready
 
 _STOP_S = 120.0  # draining, ending the engine, and a slow Slurm
 _POLL_S = 0.5

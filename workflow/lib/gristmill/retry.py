@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 from gristmill.outcomes import Transient
 
@@ -16,6 +17,7 @@ _FLOOR_S = 120.0  # queueing, prefill and a slow start
 _FIRST_S_PER_TOKEN = 0.5  # assumed until an answer was timed
 _SLACK = 4.0
 DEFAULT_MAX_TOKENS = 4096
+_RECENT = 256
 
 
 def delay(trouble: Transient, tries: int, elapsed_s: float) -> float | None:
@@ -38,17 +40,24 @@ class Pace:
     """What answers took so far; gives the timeout of a request.
 
     seconds_per_token: the slowest rate seen, None before the first answer. slowest_s: the slowest answer, seconds.
+    recent: what the last answers took, seconds.
     """
 
     seconds_per_token: float | None = None
     slowest_s: float = 0.0
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def observe(self, latency_s: float, completion_tokens: int | None) -> None:
         """Take note of an answer."""
         self.slowest_s = max(self.slowest_s, latency_s)
+        self.recent.append(latency_s)
         if completion_tokens:
             rate = latency_s / completion_tokens
             self.seconds_per_token = max(self.seconds_per_token or 0.0, rate)
+
+    def would_end(self, now: float) -> float:
+        """When an answer would be there that took as long as the slowest recent one; on the clock of `now`, seconds."""
+        return now + max(self.recent, default=0.0)
 
     def timeout_s(self, max_tokens: int | None) -> float:
         """Seconds after which a request is taken for lost: far more than it can need, never a fixed ten minutes."""

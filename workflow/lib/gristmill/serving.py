@@ -9,57 +9,21 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gristmill import slurm
 from gristmill.endpoint import EndpointGone, EngineEndpoint
-from gristmill.engines import ENGINES, Address, Launch
 from gristmill.errors import GristmillError
 from gristmill.frontdoor import FrontDoor
 from gristmill.layout import RUNNER_PID
-from gristmill.registry import load_model, model_path
-from gristmill.sidecar import LOCAL, Folder, Sidecar, read_sidecar
+from gristmill.sidecar import LOCAL, Folder, Settings, Sidecar, read_sidecar
 from gristmill.stopping import deadline, stopping
 
 _POLL_S = 0.5
 _DRAIN_S = 60.0  # when nobody is in a hurry
 _STARTED_S = 30.0
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What an endpoint serves. idle_s: it ends after so many seconds without use. registry, project: paths."""
-
-    model: str
-    registry: str
-    project: str
-    gpus: int | None
-    args: Mapping[str, str | int | float | bool]
-    idle_s: float
-    share: bool
-    port: int
-    start_timeout_s: float
-    restarts: int
-    group: bool
-
-    def write(self, folder: Folder) -> None:
-        folder.settings.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-
-    def launch(self) -> Launch:
-        """Raises GristmillError when the model is not in the registry or not on the disk."""
-        model = load_model(self.model, Path(self.registry))
-        return Launch(
-            model=model,
-            path=model_path(model, Path(self.project)),
-            names=(self.model, *model.aliases),
-            address=Address(),
-            flags={**model.args, **self.args},
-            gpus=self.gpus,
-            concurrency=ENGINES[model.engine].concurrency,
-        )
 
 
 def serve(path: Path) -> int:

@@ -8,7 +8,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from typing import Any
 import psutil
 
 from gristmill import slurm
+from gristmill.engines import ENGINES, Address, Launch
 from gristmill.errors import GristmillError, indented
 from gristmill.layout import write_atomically
+from gristmill.registry import load_model, model_path
 
 _ANSWER_S = 5.0
 _POLL_S = 1.0
@@ -81,6 +83,39 @@ class Folder:
                 where=str(self.key),
                 help="only who started it can, unless it was started with --group-readable",
             ) from error
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an endpoint serves. idle_s: it ends after so many seconds without use. registry, project: paths."""
+
+    model: str
+    registry: str
+    project: str
+    gpus: int | None
+    args: Mapping[str, str | int | float | bool]
+    idle_s: float
+    share: bool
+    port: int
+    start_timeout_s: float
+    restarts: int
+    group: bool
+
+    def write(self, folder: Folder) -> None:
+        folder.settings.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    def launch(self) -> Launch:
+        """Raises GristmillError when the model is not in the registry or not on the disk."""
+        model = load_model(self.model, Path(self.registry))
+        return Launch(
+            model=model,
+            path=model_path(model, Path(self.project)),
+            names=(self.model, *model.aliases),
+            address=Address(),
+            flags={**model.args, **self.args},
+            gpus=self.gpus,
+            concurrency=ENGINES[model.engine].concurrency,
+        )
 
 
 @dataclass(frozen=True)

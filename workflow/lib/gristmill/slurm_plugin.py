@@ -3,7 +3,7 @@
 The plugin (2.8) takes some states for "still running", for ever, so that a run hangs: a job that was preempted and is
 not requeued (PREEMPTED), one that the controller has forgotten, and one that waits for a reason that nothing changes,
 such as a time limit above the partition's. Its function `query_job_status` is replaced by one that names these FAILED;
-everything else stays the plugin's. tests/test_slurm_hazards.py notices when the plugin changes under it.
+everything else stays the plugin's. tests/test_slurm_faults.py notices when the plugin changes under it.
 Resources that Slurm refuses, or would let wait for ever, stop the run before the first job is submitted.
 """
 
