@@ -384,7 +384,7 @@ class Asking:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"".join(encode(self.request(str(id), row)) for row, id in enumerate(ids, 1)))
         defaults = {"concurrency": 8, "start_timeout_s": 20.0, "restarts": 3, "check": AnswerCheck()}
-        return Job(name="g0000", shards=[shard], layout=Layout("c"), target=target, **{**defaults, **settings})
+        return Job(name="g0000", shards=[shard], layout=Layout("c"), target=lambda: target, **{**defaults, **settings})
 
     def request(self, id: str, row: int) -> Request:
         message = {"role": "user", "content": f"ask {id}"}

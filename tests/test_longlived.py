@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -16,7 +17,7 @@ import psutil
 import pytest
 from openai import OpenAI
 
-from conftest import ScriptedEngine, wait_until
+from conftest import Project, ScriptedEngine, wait_until
 
 
 class Local:
@@ -167,3 +168,19 @@ def test_a_batch_that_is_killed(local: Local, engine: ScriptedEngine) -> None:
     local(*words)
     assert len((local.root / "out.jsonl").read_text().splitlines()) == 40
     assert engine.texts().total() - 40 <= 4
+
+
+def test_a_finished_campaign_needs_no_endpoint(local: Local, engine: ScriptedEngine, project: Project) -> None:
+    """What the journal answers is not asked, so nobody has to be there to answer."""
+    local.start(engine.write())
+    project.requests(range(4))
+    keys = {"endpoint": {"sidecar": str(local.root / "E")}}
+    assert project.run(project.campaign(**keys)).status == 0
+    local("endpoint", "stop", "--sidecar", "E")
+    shutil.rmtree(project.results() / "answers")
+    assert project.run(project.campaign(**keys)).status == 0
+    project.requests(range(5))
+    finished = project.run(project.campaign(**keys))
+    assert finished.status == 1
+    assert "the endpoint has ended: it ended itself: asked to stop" in finished.output
+    assert "job log:" in finished.output

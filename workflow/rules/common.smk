@@ -11,6 +11,7 @@ try:
         main=workflow.is_main_process,
         where=", ".join(map(str, workflow.overwrite_configfiles)) or "config/config.yaml",
     )
+    infer_resources = run.infer_resources(workflow.resource_settings.default_resources)
 except GristmillError as error:
     raise WorkflowError(str(error))
 

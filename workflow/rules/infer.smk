@@ -9,7 +9,7 @@ rule infer:
     log:
         f"{run.layout.logs}/infer/{{group}}.log",
     resources:
-        **run.infer_resources(workflow.resource_settings.default_resources),
+        **infer_resources,
         engine=1,
     params:
         state=lambda wildcards: run.group_state(wildcards.group),

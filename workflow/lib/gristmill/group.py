@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -32,14 +32,14 @@ from gristmill.stopping import deadline, runner_gone, stopping
 class Job:
     """A group's job.
 
-    target: the endpoint to attach to, or the engine to start (its address not chosen yet). runtime_min: the time that
-    its Slurm job asked for, minutes.
+    target: gives the endpoint to attach to, or the engine to start (its address not chosen yet); called only when there
+    is something to ask. runtime_min: the time that its Slurm job asked for, minutes.
     """
 
     name: str
     shards: Sequence[Shard]
     layout: Layout
-    target: Attachment | Launch
+    target: Callable[[], Attachment | Launch]
     check: AnswerCheck
     concurrency: int
     start_timeout_s: float
@@ -65,7 +65,7 @@ def run_group(job: Job, output: Path) -> None:
         total = sum(shard.rows for shard in job.shards)
         print(f"group {job.name}: {total:,} rows, {missing:,} to ask", file=sys.stderr, flush=True)
         if missing:
-            asyncio.run(_ask(job, lease, _pending(job, found), missing))
+            _Attempt(job, lease, job.new_attempt()).ask(_pending(job, found), missing)
             found = scan(job.layout.journal, wanted, job.name)
         _write_answers(job, found, output)
 
@@ -90,49 +90,59 @@ def _pending(job: Job, found: dict[tuple[str, str], Place]) -> Iterator[Request]
             yield request
 
 
-async def _ask(job: Job, lease: Lease, requests: Iterator[Request], total: int) -> None:
-    attempt = job.new_attempt()
-    log = job.layout.logs / f"{attempt}.engine.log"
-    try:
-        await _ask_as(attempt, log, job, lease, requests, total)
-    except GristmillError as error:
-        raise _with_logs(error, job, log) from error
+@dataclass(frozen=True)
+class _Attempt:
+    """One attempt of a group's job, with a journal and an engine log of its own."""
 
+    job: Job
+    lease: Lease
+    name: str
 
-async def _ask_as(attempt: str, log: Path, job: Job, lease: Lease, requests: Iterator[Request], total: int) -> None:
-    first = next(requests)
-    until = deadline(job.runtime_min)
-    endpoint: AttachedEndpoint | EngineEndpoint
-    if isinstance(job.target, Attachment):
-        endpoint = AttachedEndpoint(job.target, first.route)
-    else:
-        endpoint = EngineEndpoint(job.target, first.route, log, job.start_timeout_s, job.restarts)
-    with stopping(until, lambda: lease.wanted) as stop:
+    @property
+    def engine_log(self) -> Path:
+        return self.job.layout.logs / f"{self.name}.engine.log"
+
+    def ask(self, requests: Iterator[Request], total: int) -> None:
+        """Ask `total` requests. Raises GristmillError, which names every log, when some have no answer then."""
+        first = next(requests)
         try:
-            with Journal(job.layout.journal / f"{attempt}.jsonl") as journal:
-                async with endpoint:
-                    window = Window(endpoint, journal, job.check, job.concurrency, total, until)
-                    stop.attach(window)
-                    tally = await window.run(chain([first], requests))
-        except asyncio.CancelledError as error:
-            raise GristmillError(
-                f"group {job.name}: stopped ({stop.why}) while {endpoint.name} was starting",
-                help="run the same command again",
-            ) from error
-    if tally.answered < total:
-        raise _incomplete(job, window, total)
+            target = self.job.target()
+            asyncio.run(self._ask(target, first.route, chain([first], requests), total))
+        except GristmillError as error:
+            raise self._with_logs(error) from error
 
+    async def _ask(self, target: Attachment | Launch, route: str, requests: Iterator[Request], total: int) -> None:
+        job, until = self.job, deadline(self.job.runtime_min)
+        endpoint = self._endpoint(target, route)
+        with stopping(until, lambda: self.lease.wanted) as stop:
+            try:
+                with Journal(job.layout.journal / f"{self.name}.jsonl") as journal:
+                    async with endpoint:
+                        window = Window(endpoint, journal, job.check, job.concurrency, total, until)
+                        stop.attach(window)
+                        tally = await window.run(requests)
+            except asyncio.CancelledError as error:
+                raise GristmillError(
+                    f"group {job.name}: stopped ({stop.why}) while {endpoint.name} was starting",
+                    help="run the same command again",
+                ) from error
+        if tally.answered < total:
+            raise _incomplete(job, window, total)
 
-def _with_logs(error: GristmillError, job: Job, engine_log: Path) -> GristmillError:
-    """The same, with every log that may say more: of the engine, of the job, and Slurm's."""
-    logs: dict[str, object] = {
-        "engine": engine_log if engine_log.exists() else None,
-        "job": job.layout.job_log(job.name),
-    }
-    if (job_id := slurm.this_job()) is not None:
-        logs["Slurm"] = slurm.output_of_job(job_id)
-    named = "".join(f"\n  {what} log: {path}" for what, path in logs.items() if path)
-    return GristmillError(error.found, where=f"{error.where or job.layout.journal}{named}", help=error.help)
+    def _endpoint(self, target: Attachment | Launch, route: str) -> AttachedEndpoint | EngineEndpoint:
+        if isinstance(target, Attachment):
+            return AttachedEndpoint(target, route)
+        return EngineEndpoint(target, route, self.engine_log, self.job.start_timeout_s, self.job.restarts)
+
+    def _with_logs(self, error: GristmillError) -> GristmillError:
+        logs: dict[str, object] = {
+            "engine": self.engine_log if self.engine_log.exists() else None,
+            "job": self.job.layout.job_log(self.job.name),
+        }
+        if (job_id := slurm.this_job()) is not None:
+            logs["Slurm"] = slurm.output_of_job(job_id)
+        named = "".join(f"\n  {what} log: {path}" for what, path in logs.items() if path)
+        return GristmillError(error.found, where=f"{error.where or self.job.layout.journal}{named}", help=error.help)
 
 
 def _incomplete(job: Job, window: Window, total: int) -> GristmillError:

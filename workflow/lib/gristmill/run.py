@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from gristmill.requests import Recipe, recipe, request_maker
 from gristmill.shards import write_shards
 from gristmill.sidecar import read_sidecar, wait_ready
 from gristmill.sources import read_rows
+from gristmill.stopping import runner_gone
 
 # Part of what decides whether a finished group is done again: raise it when requests or answer lines of the same
 # campaign come out differently (tests/test_output_version.py notices).
@@ -68,8 +70,6 @@ class Run:
         if main:
             if campaign.endpoint.sidecar is not None:
                 read_sidecar(Path(os.path.expandvars(campaign.endpoint.sidecar)).expanduser())
-            if run.model is not None and run.model.engine == "vllm":
-                parallel_flags({**run.model.args, **campaign.endpoint.args}, run.gpus)
             run.try_first_rows()
             print(run.describe(), file=sys.stderr)
             _note_stale_lock(layout)
@@ -171,7 +171,7 @@ class Run:
                 name=group,
                 shards=self.manifest.groups[group],
                 layout=self.layout,
-                target=self._target(resources),
+                target=partial(self._target, resources),
                 check=self.check,
                 concurrency=self.concurrency,
                 start_timeout_s=settings.start_timeout,
@@ -220,14 +220,20 @@ class Run:
         """What rule infer asks of Slurm beyond the profile: the campaign's resources and its number of GPUs.
 
         defaults: the profile's `default-resources`, as Snakemake holds them.
+        Raises GristmillError when the engine's flags do not fit the number of GPUs.
         """
         given = {name: _by_attempt(value) for name, value in self.campaign.resources.items()}
-        if self.gpus is None or {"gres", "gpu"} & given.keys():
-            return given
         known = {name: str(getattr(value, "raw", value)) for name, value in (defaults or {}).items()}
-        if "gpu" in known:
-            return {"gpu": self.gpus, **given}
-        return {"gres": slurm.gres(known.get("gres", ""), self.gpus), **given}
+        if self.gpus is not None and not {"gres", "gpu"} & given.keys():
+            given |= {"gpu": self.gpus} if "gpu" in known else {"gres": slurm.gres(known.get("gres", ""), self.gpus)}
+        if self.model is not None and self.model.engine == "vllm":
+            asked = {name: value for name, value in {**known, **given}.items() if not callable(value)}
+            parallel_flags(self._flags, slurm.gpus(asked) if self.gpus is None else self.gpus)
+        return given
+
+    @property
+    def _flags(self) -> dict[str, str | int | float | bool]:
+        return {**(self.model.args if self.model else {}), **self.campaign.endpoint.args}
 
     def _target(self, resources: Mapping[str, Any]) -> Attachment | Launch:
         settings = self.campaign.endpoint
@@ -245,7 +251,7 @@ class Run:
             path=model_path(self.model, self.project),
             names=self.recipe.names,
             address=Address(),
-            flags={**self.model.args, **settings.args},
+            flags=self._flags,
             gpus=slurm.gpus(resources) if self.gpus is None else self.gpus,
             concurrency=self.concurrency,
         )
@@ -256,7 +262,7 @@ class Run:
         def tell(text: str) -> None:
             print(f"waiting for the endpoint: {text}", file=sys.stderr, flush=True)
 
-        folder, sidecar = wait_ready(path, self.campaign.endpoint.start_timeout, tell, from_here=True)
+        folder, sidecar = wait_ready(path, self.campaign.endpoint.start_timeout, tell, from_here=True, gone=runner_gone)
         assert sidecar.url is not None
         return Attachment(sidecar.url, folder.read_key(), self.campaign.model, lease=True)
 

@@ -267,11 +267,16 @@ def _call_there(folder: Folder, sidecar: Sidecar, method: str, what: str) -> tup
 
 
 def wait_ready(
-    path: Path, timeout_s: float, tell: Callable[[str], None], *, from_here: bool = False
+    path: Path,
+    timeout_s: float,
+    tell: Callable[[str], None],
+    *,
+    from_here: bool = False,
+    gone: Callable[[], str | None] = lambda: None,
 ) -> tuple[Folder, Sidecar]:
     """Wait until an endpoint is ready, told about by `tell`, and give its sidecar.
 
-    from_here: whether requests must reach it from this machine.
+    from_here: whether requests must reach it from this machine. gone: gives a reason to wait no longer.
 
     Raises GristmillError when it is over, cannot be reached, or is not ready after `timeout_s` seconds of its running.
     """
@@ -293,6 +298,8 @@ def wait_ready(
         if (text := f"{state.name}: {state.detail}".removesuffix(": ")) != told:
             told = text
             tell(text)
+        if (why := gone()) is not None:
+            raise GristmillError(f"stopped ({why}) while waiting for the endpoint", where=str(folder.sidecar))
         time.sleep(_POLL_S)
 
 
