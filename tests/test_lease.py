@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -80,9 +81,9 @@ def test_an_earlier_job_stops(tmp_path: Path, as_job: Callable[[str | None], Non
     as_job("10")
     with Lease(tmp_path / "g.lease", "g") as later:
         as_job("9")
-        with pytest.raises(GristmillError, match=r"Slurm job 10, .* a later attempt, works on it"):
-            with Lease(tmp_path / "g.lease", "g"):
-                pass
+        earlier = Waiting(Lease(tmp_path / "g.lease", "g"))
+        earlier.join(5)
+        assert re.search(r"Slurm job 10, .* a later attempt, works on it", earlier.error)
         assert later.wanted is None
 
 
@@ -113,8 +114,21 @@ def test_the_dead_hold_nothing(tmp_path: Path, as_job: Callable[[str | None], No
         host = lease.Holder.me().host
         for pid, started in ((gone.pid, 1.0), (psutil.Process().pid, 1.0)):
             elsewhere(tmp_path / "g.lease", host=host, pid=pid, started=started)
-            with Lease(tmp_path / "g.lease", "g"):
-                assert lease.Holder.me().host in (tmp_path / "g.lease").read_text()
+            mine = Waiting(Lease(tmp_path / "g.lease", "g"))
+            assert mine.entered.wait(5)
+            mine.leave.set()
+            mine.join(5)
+
+
+def test_a_lease_taken_meanwhile_is_put_back(tmp_path: Path, as_job: Callable[[str | None], None]) -> None:
+    path = tmp_path / "g.lease"
+    elsewhere(path, attempt="new")
+    taken = path.read_bytes()
+    Lease(path, "g")._clear(b"what was found dead")
+    assert path.read_bytes() == taken
+    assert list(tmp_path.iterdir()) == [path]
+    Lease(path, "g")._clear(taken)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_of_many_that_find_it_dead_one_gets_it(tmp_path: Path, as_job: Callable[[str | None], None]) -> None:
