@@ -20,7 +20,7 @@ demo: $(VENV)/.stamp-package $(VENV)/.stamp-model
 	@echo "make demo took $$(( $$(date +%s) - $(START) )) seconds in all."
 
 test: $(VENV)/.stamp-dev $(VENV)/.stamp-model
-	$(BIN)/python -m pytest
+	$(BIN)/python tools/run_tests.py
 	@$(MAKE) --no-print-directory check
 
 check: $(VENV)/.stamp-dev

@@ -51,6 +51,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever needs the real Slurm can be chosen by -m slurm."""
+    for item in items:
+        if "the_cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker("slurm")
+
+
 def wait_until(condition: Callable[[], Any], timeout_s: float = 60, what: str = "the condition") -> Any:
     """Poll until `condition` gives something true, which is returned; fail after `timeout_s` seconds."""
     deadline = time.monotonic() + timeout_s

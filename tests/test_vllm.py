@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -23,9 +24,14 @@ pytestmark = pytest.mark.vllm
 CACHE = Path(os.environ.get("GRISTMILL_TEST_CACHE", PROJECT / ".cache"))
 
 
-def _prepare(*command: str) -> None:
+def _prepare(*command: str, made: Path | None = None) -> None:
     """Run a script that fetches things; where the network does not have them the test is skipped, but never in CI."""
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "lock").open("w") as lock:  # the other part of the suite may do the same
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if made is not None and made.exists():
+            return
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
     if done.returncode == 0:
         return
     message = f"{command[0]} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
@@ -46,8 +52,7 @@ def vllm() -> Path:
 def mails() -> list[str]:
     """Sixty real mails, a JSON line each."""
     path = CACHE / "mails-60.jsonl"
-    if not path.exists():
-        _prepare(str(PROJECT / "tests" / "fetch_mails.py"), str(path), "60")
+    _prepare(str(PROJECT / "tests" / "fetch_mails.py"), str(path), "60", made=path)
     return path.read_text(encoding="utf-8").split("\n")[:60]
 
 
@@ -61,15 +66,15 @@ def campaign_folder(project: Project, vllm: Path, monkeypatch: pytest.MonkeyPatc
         f"    python: {vllm}/python\n    args: {flags}\n",
     )
     yield project
-    assert not _vllm_processes(vllm)
+    assert not _vllm_processes(vllm, project)
 
 
-def _vllm_processes(vllm: Path) -> list[psutil.Process]:
-    """Processes of the engine: those that have the venv's libraries mapped, whatever they call themselves."""
+def _vllm_processes(vllm: Path, project: Project) -> list[psutil.Process]:
+    """Processes of a project's engine: those that have the venv's libraries mapped, whatever they call themselves."""
     found = []
     for process in psutil.process_iter():
         try:
-            if any(str(vllm) in mapped.path for mapped in process.memory_maps()):
+            if process.cwd() == str(project.root) and any(str(vllm) in m.path for m in process.memory_maps()):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
@@ -97,7 +102,9 @@ def test_real_mails_as_documents_with_the_engine_core_killed(
     )
     process = project.start(campaign)
     wait_until(lambda: len(project.journal("mails")) >= 10, 300, "the tenth answer")
-    core = next(p for p in _vllm_processes(vllm) if "EngineCore" in " ".join(p.cmdline()) or "EngineCore" in p.name())
+    core = next(
+        p for p in _vllm_processes(vllm, project) if "EngineCore" in " ".join(p.cmdline()) or "EngineCore" in p.name()
+    )
     core.kill()
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
