@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import signal
 import socket
@@ -121,11 +122,28 @@ class Cluster:
         """Whether a Slurm command succeeds."""
         return subprocess.run(words, env=self._env(), capture_output=True, timeout=60).returncode == 0
 
-    def jobs(self, *columns: str) -> list[tuple[str, ...]]:
-        """What accounting says of every job, the oldest first."""
-        self.call("sacctmgr", "-n", "show", "cluster")
-        rows = self.call("sacct", "-nXP", "--starttime=now-1days", f"--format={','.join(columns)}").splitlines()
-        return [tuple(row.split("|")) for row in rows]
+    @property
+    def next_job(self) -> int:
+        """The id of the job that is submitted next."""
+        found = re.search(r"NEXT_JOB_ID\s*=\s*(\d+)", self.call("scontrol", "show", "config"))
+        assert found is not None
+        return int(found[1])
+
+    def jobs(self, first: int, *columns: str) -> list[tuple[str, ...]]:
+        """What accounting says of the jobs from id `first` on, once it agrees with the controller on their states."""
+        shown: list[list[str]] = []
+
+        def settled() -> bool:
+            queue = self.call("squeue", "-h", "-t", "all", "-o", "%A|%T").splitlines()
+            known = dict(row.split("|") for row in queue)
+            words = ["sacct", "-nXP", "--starttime=now-1days", f"--format=jobidraw,state,{','.join(columns)}"]
+            rows = [row.split("|") for row in self.call(*words).splitlines()]
+            shown[:] = sorted((row for row in rows if int(row[0]) >= first), key=lambda row: int(row[0]))
+            states = {row[0]: row[1].split()[0] for row in shown}
+            return all(states.get(job) == state for job, state in known.items() if int(job) >= first)
+
+        self._until("accounting", settled)
+        return [tuple(row[2:]) for row in shown]
 
     def queue(self) -> list[str]:
         """Ids of the jobs that wait, run or end."""

@@ -14,11 +14,11 @@ def test_ten_groups_over_three_nodes(on_slurm: Project, cluster: Cluster, server
     server.start()
     on_slurm.requests(range(100))
     campaign = on_slurm.campaign(url=server.url, shard_size=5, shards_per_group=2, resources={"cpus_per_task": 3})
-    before = len(cluster.jobs("jobid"))
+    before = cluster.next_job
     finished = on_slurm.run(campaign)
     assert finished.status == 0, finished.output
     assert [row["id"] for row in on_slurm.table()] == [str(id) for id in range(100)]
-    jobs = cluster.jobs("account", "qos", "partition", "state", "nodelist", "timelimit")[before:]
+    jobs = cluster.jobs(before, "account", "qos", "partition", "state", "nodelist", "timelimit")
     assert len(jobs) == 10
     assert {job[:4] for job in jobs} == {("proj", "normal", "gpu", "COMPLETED")}
     assert {job[4] for job in jobs} == {"n1", "n2", "n3"}
@@ -34,10 +34,10 @@ def test_overrides(on_slurm: Project, cluster: Cluster, server: Server) -> None:
     old = [on_slurm.write(f"results/{folder}/old.log", "old") for folder in ("c/logs", "slurm_logs")]
     for path in old:
         os.utime(path, (0, 0))
-    before = len(cluster.jobs("jobid"))
+    before = cluster.next_job
     finished = on_slurm.run(campaign, "--set-resources", "infer:qos=high", "infer:runtime=7")
     assert finished.status == 0, finished.output
-    jobs = cluster.jobs("account", "qos", "partition", "timelimit", "state")[before:]
+    jobs = cluster.jobs(before, "account", "qos", "partition", "timelimit", "state")
     assert jobs == [("proj", "high", "cpu", "00:07:00", "COMPLETED")]
     assert [path.exists() for path in old] == [True, False]
     assert on_slurm.run(campaign).output.count("Nothing to be done") == 1
@@ -60,7 +60,7 @@ def test_what_slurm_refuses(on_slurm: Project, cluster: Cluster, server: Server)
     """Before anything is submitted, in the first screen, with the values tried and those that would do."""
     server.start()
     on_slurm.requests(range(3))
-    before = len(cluster.jobs("jobid"))
+    before = cluster.next_job
     for what, (resources, words) in REFUSED.items():
         campaign = on_slurm.campaign(url=server.url, resources=resources)
         finished = on_slurm.run(campaign)
@@ -71,7 +71,7 @@ def test_what_slurm_refuses(on_slurm: Project, cluster: Cluster, server: Server)
         for word in words:
             assert word in finished.output, (what, finished.output)
         assert "Traceback" not in finished.output
-    assert len(cluster.jobs("jobid")) == before
+    assert cluster.next_job == before
     assert not list((on_slurm.root / ".snakemake" / "locks").glob("*"))
 
 

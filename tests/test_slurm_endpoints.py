@@ -81,7 +81,7 @@ def test_one_endpoint_for_several_batches(
     made, _ = cli.endpoint(registry, "--outdir", "E", "--gpus", "2", "--idle", "5")
     folder = on_slurm.root / "E"
     assert {"job_id", "host", "port", "url", "model"} <= made.keys()
-    job = cluster.jobs("jobid", "account", "qos", "partition", "timelimit", "reqtres")[-1]
+    job = cluster.jobs(int(made["job_id"]), "jobid", "account", "qos", "partition", "timelimit", "reqtres")[-1]
     assert job[:5] == (made["job_id"], "proj", "normal", "gpu", "00:05:00")
     assert "gres/gpu=2" in job[5]
     key = (folder / "key").read_text().strip()
@@ -122,7 +122,7 @@ def test_one_endpoint_for_several_batches(
     assert again is None and "an endpoint is in this folder already" in error
     assert cli("endpoint", "stop", "--job", made["job_id"])[0]["state"] == "ended"
     assert not cluster.queue() and not engine.processes()
-    assert cluster.jobs("state")[-1] == ("COMPLETED",)
+    assert cluster.jobs(int(made["job_id"]), "state") == [("COMPLETED",)]
 
     campaign = on_slurm.campaign("late", input=["one.jsonl"], endpoint={"sidecar": str(folder)})
     finished = on_slurm.run(campaign, "--retries", "0")
@@ -141,7 +141,7 @@ def test_idle_and_its_killed_client(cli: Cli, on_slurm: Project, cluster: Cluste
     client.kill()
     client.communicate()
     wait_until(lambda: not cluster.queue(), 30, "the end of the endpoint")
-    assert cluster.jobs("state")[-1] == ("COMPLETED",)
+    assert cluster.jobs(int(made["job_id"]), "state") == [("COMPLETED",)]
     state, _ = cli("endpoint", "status", "--sidecar", "E", status=1)
     assert (state["state"], state["detail"]) == ("ended", "it ended itself: idle for 0.05 minutes")
 
@@ -175,7 +175,7 @@ def test_out_of_time_and_scancel(cli: Cli, on_slurm: Project, cluster: Cluster, 
     wait_until(lambda: made["job_id"] not in cluster.queue(), 75, "the end of the short job")
     state, _ = cli("endpoint", "status", "--sidecar", "A", status=1)
     assert state["detail"] == "it ended itself: the walltime of the job ends"
-    assert dict(cluster.jobs("jobid", "state"))[made["job_id"]] == "COMPLETED"
+    assert cluster.jobs(int(made["job_id"]), "state")[0] == ("COMPLETED",)
 
 
 def test_from_another_machine(cli: Cli, on_slurm: Project, engine: ScriptedEngine) -> None:
@@ -200,13 +200,13 @@ def test_from_another_machine(cli: Cli, on_slurm: Project, engine: ScriptedEngin
 def test_dry_run_refusals_and_failures(cli: Cli, on_slurm: Project, cluster: Cluster, engine: ScriptedEngine) -> None:
     """What is wrong is told before anything is submitted, or with the engine's own words after."""
     registry = engine.write(fail="exit")
-    before = len(cluster.jobs("jobid"))
+    before = cluster.next_job
     made, _ = cli.endpoint(registry, "--outdir", "D", "--dry-run", "--gpus", "3")
     script = Path(made["script"]).read_text()
     assert "#SBATCH --account=proj" in script and "#SBATCH --gres=gpu:3" in script
     _, error = cli.endpoint(registry, "--outdir", "X", status=1, qos="tiny", time="10")
     assert "qos tiny allows 00:05:00" in error
-    assert len(cluster.jobs("jobid")) == before
+    assert cluster.next_job == before
     _, error = cli.endpoint(registry, "--outdir", "F", status=1)
     assert "No available memory for the cache blocks" in error
     assert str(on_slurm.root / "F" / "engine.log") in error
@@ -229,8 +229,8 @@ def test_one_shot(cli: Cli, on_slurm: Project, cluster: Cluster, engine: Scripte
     lines = (on_slurm.root / "out.jsonl").read_text().splitlines()
     assert [json.loads(line)["status"] for line in lines] == ["ok"] * 30
     assert engine.texts().total() == 30
-    assert cluster.jobs("jobid", "state")[-1] == (made["job_id"], "COMPLETED")
+    assert cluster.jobs(int(made["job_id"]), "state") == [("COMPLETED",)]
     made, _ = cli(*words, "--no-wait")
     wait_until(lambda: made["job_id"] not in cluster.queue(), 60, "the end of the job")
-    assert cluster.jobs("state")[-1] == ("COMPLETED",)
+    assert cluster.jobs(int(made["job_id"]), "state") == [("COMPLETED",)]
     assert len(engine.starts()) == 2, "everything was answered already"

@@ -63,7 +63,7 @@ def test_all_that_befalls_jobs(on_slurm: Project, cluster: Cluster, engine: Scri
         resources={"qos": ["low", "normal"], "runtime": 5},
     )
     run = on_slurm.start(campaign, PATH=f"{broken}{os.pathsep}{os.environ['PATH']}")
-    began = len(cluster.jobs("jobid"))
+    began = cluster.next_job
     wait_until(lambda: len(running(cluster)) == 6, 60, "six running jobs")
     jobs = running(cluster)
     assert sorted(jobs.values()) == ["n1", "n1", "n2", "n2", "n3", "n3"]
@@ -90,7 +90,7 @@ def test_all_that_befalls_jobs(on_slurm: Project, cluster: Cluster, engine: Scri
     output, _ = run.communicate(timeout=400)
     assert run.returncode == 0, output
     assert [row["status"] for row in on_slurm.table()] == ["ok"] * 240
-    states = [state.split()[0] for (state,) in cluster.jobs("state")[began:]]
+    states = [state.split()[0] for (state,) in cluster.jobs(began, "state")]
     assert {"CANCELLED", "PREEMPTED", "NODE_FAIL", "TIMEOUT", "COMPLETED"} <= set(states), states
     assert asked_twice(engine) <= 2 * 2, "what the jobs of the dead node had in flight"
     assert_nothing_left(cluster, engine)
@@ -103,11 +103,11 @@ def test_walltime(on_slurm: Project, cluster: Cluster, engine: ScriptedEngine) -
     campaign = on_slurm.campaign(
         registry=registry, shard_size=200, endpoint={"concurrency": 3}, resources={"runtime": [1, 5]}
     )
-    began = len(cluster.jobs("jobid"))
+    began = cluster.next_job
     finished = on_slurm.run(campaign, timeout=300)
     assert finished.status == 0, finished.output
     assert len(on_slurm.table()) == 160
-    assert cluster.jobs("state", "timelimit")[began:] == [("FAILED", "00:01:00"), ("COMPLETED", "00:05:00")]
+    assert cluster.jobs(began, "state", "timelimit") == [("FAILED", "00:01:00"), ("COMPLETED", "00:05:00")]
     assert "the walltime of the job ends" in finished.output
     assert asked_twice(engine) == 0
     assert_nothing_left(cluster, engine)
@@ -118,11 +118,11 @@ def test_out_of_memory(on_slurm: Project, cluster: Cluster, engine: ScriptedEngi
     registry = engine.write(hog_mb=1100, script={"latency_s": 0.1})
     on_slurm.requests(range(20))
     campaign = on_slurm.campaign(registry=registry, resources={"mem_mb": [1000, 2500]})
-    began = len(cluster.jobs("jobid"))
+    began = cluster.next_job
     finished = on_slurm.run(campaign, timeout=300)
     assert finished.status == 0, finished.output
     assert len(on_slurm.table()) == 20
-    jobs = cluster.jobs("state", "reqmem")[began:]
+    jobs = cluster.jobs(began, "state", "reqmem")
     assert [memory for _, memory in jobs] == ["1000M", "2500M"], jobs
     assert jobs[0][0] in ("FAILED", "OUT_OF_MEMORY")  # without cgroups Slurm says FAILED
     assert "exceeded memory limit" in finished.output

