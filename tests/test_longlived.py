@@ -18,6 +18,7 @@ import pytest
 from openai import OpenAI
 
 from conftest import Project, ScriptedEngine, wait_until
+from gristmill.layout import only_one
 
 
 class Local:
@@ -82,6 +83,23 @@ def test_a_folder_that_is_no_endpoints(local: Local, engine: ScriptedEngine) -> 
     assert [path.name for path in (local.root / "E").iterdir()] == ["thesis.tex"]
 
 
+def test_two_starts_at_once(local: Local, engine: ScriptedEngine) -> None:
+    """In one folder, one of them; its name may hold anything."""
+    registry = engine.write(boot_s=1.0)
+    where = ["--model", "m", "--registry", registry, "--outdir", "E", "--no-wait"]
+    command = [sys.executable, "-m", "gristmill.cli", "endpoint", "start", "--local", *where]
+    pipe = subprocess.PIPE
+    several = [
+        subprocess.Popen(command, cwd=local.root, env=local.environment, stdout=pipe, stderr=pipe, text=True)
+        for _ in range(4)
+    ]
+    said = [process.communicate(timeout=60)[1] for process in several]
+    assert sorted(process.returncode for process in several) == [0, 1, 1, 1], said
+    assert sum("in this folder" in error for error in said) == 3, said
+    wait_until(lambda: local("endpoint", "status", "--sidecar", "E")[0]["state"] == "ready", 20, "readiness")
+    assert len(engine.starts()) == 1
+
+
 def test_wrong_words(local: Local, engine: ScriptedEngine) -> None:
     """Told before anything is started."""
     registry = engine.write()
@@ -89,6 +107,8 @@ def test_wrong_words(local: Local, engine: ScriptedEngine) -> None:
     assert "exclude each other" in local.start(registry, "--slurm", "qos=a", status=1)[1]
     slurm = ["endpoint", "start", "--model", "m", "--registry", registry, "--outdir", "E", "--slurm", "qos"]
     assert "--slurm takes NAME=VALUE" in local(*slurm, status=1)[1]
+    assert "the folder cannot be made" in local.start(registry, "--outdir", "/proc/E", status=1)[1]
+    assert "invalid positive_number value: '-1'" in local.start(registry, "--idle", "-1", status=2)[1]
     assert "there is no endpoint in this folder" in local("endpoint", "status", "--sidecar", "E", status=1)[1]
     assert "no endpoint with job id 7" in local("endpoint", "stop", "--job", "7", status=1)[1]
     assert engine.starts() == []
@@ -151,6 +171,8 @@ def test_a_batch_and_its_rerun(local: Local, engine: ScriptedEngine) -> None:
     local(*words, "--max-error-share", "0.5")
     assert (local.root / "out.jsonl").read_bytes() == before
     assert len(engine.starts()) == 1
+    with only_one(local.root / "out.jsonl.gristmill", "busy"):
+        assert "another batch writes this output" in local(*words, status=1)[1]
     assert "does not exist" in local(*[*words[:-3], "nothing.jsonl", *words[-2:]], status=1)[1]
 
 

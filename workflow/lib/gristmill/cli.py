@@ -69,15 +69,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def positive_number(text: str) -> float:
+    if not 0 < (number := float(text)) < float("inf"):
+        raise ValueError
+    return number
+
+
 def _add_endpoint(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     start = commands.add_parser("start", help="start one; prints JSON {job_id, host, port, url, model, ...}")
     start.add_argument("--model", required=True, help="a name in the model registry")
     start.add_argument("--outdir", required=True, type=Path, metavar="DIR", help="folder for sidecar, script and logs")
-    start.add_argument("--idle", type=float, default=30, metavar="MINUTES", help="it ends when unused (default 30)")
+    start.add_argument(
+        "--idle", type=positive_number, default=30, metavar="MINUTES", help="it ends when unused (default 30)"
+    )
     start.add_argument("--share", action="store_true", help="listen beyond loopback, and show how to call it")
     start.add_argument("--group-readable", action="store_true", help="your group may read the key")
-    start.add_argument("--port", type=int, default=0, help="default: a free one")
+    start.add_argument("--port", type=int, default=0, choices=range(65536), metavar="PORT", help="default: a free one")
     _add_engine(start)
     _add_slurm(start)
     start.set_defaults(do=_endpoint_start)
@@ -113,7 +121,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, help="GPUs of the engine (default: the profile's)")
     parser.add_argument("--arg", action="append", default=[], metavar="FLAG=VALUE", help="flag of the engine")
     parser.add_argument("--registry", default="config/models.yaml", metavar="FILE", help="model registry")
-    parser.add_argument("--start-timeout", type=float, default=900, metavar="SECONDS", help="for the engine")
+    parser.add_argument("--start-timeout", type=positive_number, default=900, metavar="SECONDS", help="for the engine")
     parser.add_argument("--restarts", type=int, default=3, help="how often an engine that died is started again")
 
 

@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import psutil
 
 from gristmill import slurm
 from gristmill.errors import GristmillError
-from gristmill.layout import write_atomically
+from gristmill.layout import only_one, write_atomically
 from gristmill.sidecar import LOCAL, Folder, Settings, Sidecar, State, ask, call, read_sidecar, wait_ready
 
 _STOP_S = 120.0  # draining, ending the engine, and a slow Slurm
@@ -34,21 +34,23 @@ def start(path: Path, settings: Settings, options: Mapping[str, str] | None, *, 
     Prints one JSON object to standard output. Raises GristmillError; then nothing is left running.
     """
     settings.launch()  # what is wrong with the model is told now
-    folder = _prepare_folder(path, settings.group)
-    settings.write(folder)
-    command = [sys.executable, "-P", "-m", "gristmill.cli", "endpoint", "serve", str(folder.path)]
-    if options is not None:
-        write_script(folder.script, command, options, f"gristmill-{settings.model}", folder.log("%j"))
-        warning = slurm.check(options)
-        if warning:
-            _say(warning)
-    if dry_run:
-        print(json.dumps({"dry_run": True, "model": settings.model, "outdir": str(folder.path), **_script(folder)}))
-        return
-    folder.make_key(settings.group)
-    sidecar = Sidecar(secrets.token_hex(8), "", settings.model, settings.share, str(folder.key), time.time())
-    sidecar = _start_here(folder, sidecar, command) if options is None else _submit(folder, sidecar)
-    sidecar.write(folder)  # from now on the endpoint writes it
+    os.umask(0o027 if settings.group else 0o077)
+    folder = Folder(path.absolute())
+    with _alone_in(folder, settings.group):
+        command = [sys.executable, "-P", "-m", "gristmill.cli", "endpoint", "serve", str(folder.path)]
+        settings.write(folder)
+        if options is not None:
+            write_script(folder.script, command, options, f"gristmill-{settings.model}", folder.log("%j"))
+            if warning := slurm.check(options):
+                _say(warning)
+        if dry_run:
+            made = {"dry_run": True, "model": settings.model, "outdir": str(folder.path), **_script(folder)}
+            print(json.dumps(made))
+            return
+        folder.make_key(settings.group)
+        sidecar = Sidecar(secrets.token_hex(8), "", settings.model, settings.share, str(folder.key), time.time())
+        sidecar = _start_here(folder, sidecar, command) if options is None else _submit(folder, sidecar)
+        sidecar.write(folder)  # from now on the endpoint writes it
     _remember(folder, sidecar.job_id)
     if wait:
         try:
@@ -61,30 +63,37 @@ def start(path: Path, settings: Settings, options: Mapping[str, str] | None, *, 
         _say(how_to_call(folder, sidecar))
 
 
-def _prepare_folder(path: Path, group: bool) -> Folder:
-    folder = Folder(path.absolute())
-    if folder.sidecar.exists():
-        _, sidecar = read_sidecar(path)
-        state = ask(folder, sidecar)
-        if not state.over:
-            raise GristmillError(
-                f"an endpoint is in this folder already: job {sidecar.job_id}, {state.name}",
-                where=str(folder.path),
-                help=f"use it, end it (gristmill endpoint stop --sidecar {folder.path}), or name another --outdir",
-            )
-    elif folder.path.exists() and any(folder.path.iterdir()) and not folder.settings.exists():
+@contextlib.contextmanager
+def _alone_in(folder: Folder, group: bool) -> Iterator[None]:
+    """The folder, with nothing of an endpoint that runs in it, and no other start at the same time."""
+    if folder.path.exists() and not folder.settings.exists() and any(folder.path.iterdir()):
         raise GristmillError(
             "the folder is not empty and no endpoint's", where=str(folder.path), help="name another --outdir"
         )
-    folder.path.mkdir(parents=True, exist_ok=True)
-    folder.path.chmod(0o750 if group else 0o700)
-    folder.sidecar.unlink(missing_ok=True)
-    return folder
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.path.chmod(0o750 if group else 0o700)
+    except OSError as error:
+        raise GristmillError(
+            f"the folder cannot be made: {error.strerror}", where=str(folder.path), help="name another --outdir"
+        ) from error
+    with only_one(folder.path, "another start is at work in this folder"):
+        if folder.sidecar.exists():
+            sidecar = read_sidecar(folder.path)[1]
+            state = ask(folder, sidecar)
+            if not state.over:
+                raise GristmillError(
+                    f"an endpoint is in this folder already: job {sidecar.job_id}, {state.name}",
+                    where=str(folder.path),
+                    help=f"use it, end it (gristmill endpoint stop --sidecar {folder.path}), or name another --outdir",
+                )
+            folder.sidecar.unlink()
+        yield
 
 
 def write_script(path: Path, command: list[str], options: Mapping[str, str], name: str, log: Path) -> None:
     """A batch script that runs a command; `%j` in the log's name is the job's id."""
-    before, place, after = str(log).partition("%j")
+    before, place, after = str(log).rpartition("%j")
     output = before.replace("%", "%%") + place + after
     ours = {"job-name": name, "output": output, "open-mode": "append", "no-requeue": ""}
     words = slurm.words_of({**ours, **options})

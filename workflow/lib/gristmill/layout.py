@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,6 +89,26 @@ def find_file(given: str, project: Path, what: str) -> Path:
         where=f"looked in {Path.cwd()} and {project}",
         help="correct the path in the campaign file",
     )
+
+
+@contextlib.contextmanager
+def only_one(folder: Path, busy: str) -> Iterator[None]:
+    """Keep other processes out of a folder that do the same; a killed one keeps nobody out.
+
+    Raises GristmillError with the words `busy` when another is in it.
+    """
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(opened)
+        raise GristmillError(busy, where=str(folder), help="wait until it has ended") from error
+    except OSError:
+        pass  # a filesystem without locks
+    try:
+        yield
+    finally:
+        os.close(opened)
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -17,6 +17,7 @@ import orjson
 from gristmill import slurm
 from gristmill.endpoints import write_script
 from gristmill.errors import GristmillError, indented
+from gristmill.layout import only_one
 from gristmill.merge import answer_of
 from gristmill.run import Run
 
@@ -41,12 +42,14 @@ def run_batch(source: Path, out: Path, project: Path, settings: Mapping[str, Any
     source, out = source.absolute(), out.absolute()
     if not source.exists():
         raise GristmillError("the input does not exist", where=str(source), help="correct --in")
-    if out.is_dir() or not out.parent.is_dir():
-        raise GristmillError("the output cannot be written", where=str(out), help="--out is a file in a folder")
+    if out.is_dir() or not out.parent.is_dir() or out == source:
+        raise GristmillError(
+            "the output cannot be written", where=str(out), help="--out is a file of its own, in a folder that exists"
+        )
     campaign = {"campaign": _NAME, "input": [_literal(source)], "shards_per_group": _ONE_GROUP, **settings}
     work = work_folder(out)
     work.mkdir(exist_ok=True)
-    with contextlib.chdir(work):
+    with only_one(work, "another batch writes this output"), contextlib.chdir(work):
         run = Run.at_parse(campaign, project, main=True, where="the command line")
         for group in run.manifest.groups:
             run.cut(group, str(run.layout.shards / group))

@@ -182,8 +182,8 @@ def _valid() -> str:
         for name, _, limit in (row.partition("|") for row in ask("sinfo", "-h", "-o", "%R|%l").out.splitlines())
     ]
     return (
-        "correct slurm_account, qos, slurm_partition or runtime in profiles/slurm/config.yaml, in the campaign's "
-        "`resources`, or by --set-resources infer:qos=NAME\n"
+        "correct slurm_account, qos, slurm_partition, runtime, mem_mb or gres in the profile, in the campaign's "
+        "`resources`, or by --set-resources infer:qos=NAME (`gristmill`: --slurm qos=NAME)\n"
         f"         accounts with their qos: {'; '.join(dict.fromkeys(mine)) or 'sacctmgr lists none'}\n"
         f"         partitions: {'; '.join(dict.fromkeys(partitions)) or 'sinfo lists none'}"
     )
