@@ -157,8 +157,19 @@ def test_a_batch_and_its_rerun(local: Local, engine: ScriptedEngine) -> None:
     registry = engine.write(script={"rules": [{"contains": "ask 3", "do": "400"}]})
     lines = [{"id": str(n), "messages": [{"role": "user", "content": f"ask {n}"}]} for n in range(6)]
     text = "".join(json.dumps(line) + "\n" for line in lines) + "not JSON\n"
-    (local.root / "in [1].jsonl").write_text(text)
-    words = ["run", "--local", "--model", "m", "--registry", registry, "--in", "in [1].jsonl", "--out", "out.jsonl"]
+    (local.root / "in $HOME [1].jsonl").write_text(text)
+    words = [
+        "run",
+        "--local",
+        "--model",
+        "m",
+        "--registry",
+        registry,
+        "--in",
+        "in $HOME [1].jsonl",
+        "--out",
+        "out.jsonl",
+    ]
     _, error = local(*words, status=1)
     assert "2 of 7 rows are not ok" in error
     rows = [json.loads(line) for line in (local.root / "out.jsonl").read_text().splitlines()]

@@ -17,6 +17,7 @@ from gristmill import __version__, endpoints, slurm
 from gristmill.campaign import json_schema, load_campaign
 from gristmill.errors import GristmillError, reported
 from gristmill.layout import Layout, find_file
+from gristmill.registry import load_model, model_path
 from gristmill.sidecar import LOCAL, Settings, call, on_its_node, read_sidecar
 
 _SHOWN = ["id", "status", "label", "answer", "error_code", "prompt_tokens", "completion_tokens", "latency_s"]
@@ -253,8 +254,11 @@ def _batch_run(args: argparse.Namespace, argv: list[str]) -> int:
 def _run_once(args: argparse.Namespace, argv: list[str]) -> int:
     from gristmill import oneshot
 
+    registry = find_file(args.registry, _PROJECT, "the model registry").absolute()
+    model_path(load_model(args.model, registry), _PROJECT)  # what is wrong with it is told now
+    oneshot.check_files(args.source, args.out)
     words = ["--model", args.model, "--in", str(args.source.absolute()), "--out", str(args.out.absolute())]
-    words += ["--registry", str(find_file(args.registry, _PROJECT, "the model registry").absolute())]
+    words += ["--registry", str(registry)]
     words += ["--start-timeout", str(args.start_timeout), "--restarts", str(args.restarts)]
     words += ["--max-error-share", str(args.max_error_share)]
     words += [part for arg in args.arg for part in ("--arg", arg)]

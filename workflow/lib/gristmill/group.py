@@ -135,14 +135,13 @@ class _Attempt:
         return EngineEndpoint(target, route, self.engine_log, self.job.start_timeout_s, self.job.restarts)
 
     def _with_logs(self, error: GristmillError) -> GristmillError:
-        logs: dict[str, object] = {
-            "engine": self.engine_log if self.engine_log.exists() else None,
-            "job": self.job.layout.job_log(self.job.name),
-        }
-        if (job_id := slurm.this_job()) is not None:
-            logs["Slurm"] = slurm.output_of_job(job_id)
-        named = "".join(f"\n  {what} log: {path}" for what, path in logs.items() if path)
-        return GristmillError(error.found, where=f"{error.where or self.job.layout.journal}{named}", help=error.help)
+        logs = {"engine": self.engine_log, "job": self.job.layout.job_log(self.job.name)}
+        named = [f"\n  {what} log: {path.absolute()}" for what, path in logs.items() if path.exists()]
+        if (job_id := slurm.this_job()) is not None and (path := slurm.output_of_job(job_id)):
+            named.append(f"\n  Slurm log: {path}")
+        return GristmillError(
+            error.found, where=f"{error.where or self.job.layout.journal}{''.join(named)}", help=error.help
+        )
 
 
 def _incomplete(job: Job, window: Window, total: int) -> GristmillError:

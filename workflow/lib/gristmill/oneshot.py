@@ -40,12 +40,7 @@ def run_batch(source: Path, out: Path, project: Path, settings: Mapping[str, Any
     Raises GristmillError when requests have no answer yet (run it again), or too many rows are not ok.
     """
     source, out = source.absolute(), out.absolute()
-    if not source.exists():
-        raise GristmillError("the input does not exist", where=str(source), help="correct --in")
-    if out.is_dir() or not out.parent.is_dir() or out == source:
-        raise GristmillError(
-            "the output cannot be written", where=str(out), help="--out is a file of its own, in a folder that exists"
-        )
+    check_files(source, out)
     campaign = {"campaign": _NAME, "input": [_literal(source)], "shards_per_group": _ONE_GROUP, **settings}
     work = work_folder(out)
     work.mkdir(exist_ok=True)
@@ -66,9 +61,19 @@ def run_batch(source: Path, out: Path, project: Path, settings: Mapping[str, Any
         )
 
 
+def check_files(source: Path, out: Path) -> None:
+    """Raise GristmillError when the input is not there or the output cannot be written."""
+    if not source.exists():
+        raise GristmillError("the input does not exist", where=str(source), help="correct --in")
+    if out.is_dir() or not out.parent.is_dir() or out.absolute() == source.absolute():
+        raise GristmillError(
+            "the output cannot be written", where=str(out), help="--out is a file of its own, in a folder that exists"
+        )
+
+
 def _literal(path: Path) -> str:
     """A path as a pattern that means itself."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in str(path).replace("$", "[$]"))
+    return "".join(f"[{c}]" if c in "*?[$" else c for c in str(path))
 
 
 def _write(run: Run, out: Path) -> Counter[str]:
