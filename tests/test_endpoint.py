@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -151,7 +153,7 @@ def test_the_key_is_seen_by_nobody_else(
             folders.append(made._folder)
             assert stat.S_IMODE(made._folder.stat().st_mode) == 0o700
             files = {path.name for path in made._folder.iterdir() if not path.is_dir()}
-            assert files == {"key", "engine.sock"}, "a Unix socket, no port"
+            assert files == {"key", "owner", "engine.sock"}, "a Unix socket, no port"
             assert stat.S_IMODE((made._folder / "key").stat().st_mode) == 0o600
             assert (made._folder / "key").read_text() == key
             (pid,) = engine.starts()
@@ -373,3 +375,34 @@ def test_a_killed_keeper_takes_the_engine_with_it(tmp_path: Path) -> None:
     wait_until(lambda: not of(tmp_path), 5, "the end of the engine")
     assert keeper.stdin is not None
     keeper.stdin.close()
+
+
+def test_folders_of_killed_starts_are_swept(
+    engine: ScriptedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever was killed with its keeper left a folder; that of a start which lives, or of nobody known, stays."""
+    place = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    me, host = psutil.Process(), os.uname().nodename
+    owners = {
+        "gristmill-dead": f"{host} 4194305 1.0",
+        "gristmill-reused": f"{host} {me.pid} 1.0",
+        "gristmill-alive": f"{host} {me.pid} {me.create_time()}",
+        "gristmill-elsewhere": "elsewhere 4194305 1.0",
+        "gristmill-new": None,
+        "other": f"{host} 4194305 1.0",
+    }
+    for name, owner in owners.items():
+        (place / name).mkdir()
+        if owner is not None:
+            (place / name / "owner").write_text(owner)
+    engine.write()
+
+    async def once() -> None:
+        async with endpoint(engine.launch(), tmp_path):
+            pass
+
+    asyncio.run(once())
+    left = {path.name for path in place.iterdir()}
+    assert left == {"gristmill-alive", "gristmill-elsewhere", "gristmill-new", "other"}
+    shutil.rmtree(place)

@@ -71,7 +71,7 @@ def test_what_slurm_refuses(on_slurm: Project, cluster: Cluster, server: Server)
         for word in words:
             assert word in finished.output, (what, finished.output)
         assert "Traceback" not in finished.output
-    assert cluster.next_job == before
+    assert cluster.jobs(before, "jobid") == []
     assert not list((on_slurm.root / ".snakemake" / "locks").glob("*"))
 
 

@@ -206,7 +206,7 @@ def test_dry_run_refusals_and_failures(cli: Cli, on_slurm: Project, cluster: Clu
     assert "#SBATCH --account=proj" in script and "#SBATCH --gres=gpu:3" in script
     _, error = cli.endpoint(registry, "--outdir", "X", status=1, qos="tiny", time="10")
     assert "qos tiny allows 00:05:00" in error
-    assert cluster.next_job == before
+    assert cluster.jobs(before, "jobid") == []
     _, error = cli.endpoint(registry, "--outdir", "F", status=1)
     assert "No available memory for the cache blocks" in error
     assert str(on_slurm.root / "F" / "engine.log") in error

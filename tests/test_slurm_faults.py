@@ -131,7 +131,7 @@ def test_out_of_memory(on_slurm: Project, cluster: Cluster, engine: ScriptedEngi
 
 def test_snakemake_killed(on_slurm: Project, cluster: Cluster, engine: ScriptedEngine) -> None:
     """Its jobs run on; after --unlock a rerun submits second ones, to which the first hand over."""
-    registry = engine.write(script={"latency_s": 1.0}, workers=1)
+    registry = engine.write(script={"latency_s": 3.0}, workers=1)
     on_slurm.requests(range(120))
     keys = {"registry": registry, "shard_size": 60, "shards_per_group": 1, "endpoint": {"concurrency": 2}}
     campaign = on_slurm.campaign(**keys)
@@ -140,6 +140,7 @@ def test_snakemake_killed(on_slurm: Project, cluster: Cluster, engine: ScriptedE
     os.killpg(run.pid, signal.SIGKILL)
     run.communicate()
     first = set(running(cluster))
+    engine.write(script={"latency_s": 0.1}, workers=1)  # for the engines that are still to be started
     locked = on_slurm.run(campaign)
     assert locked.status != 0
     assert "--unlock" in locked.output

@@ -207,16 +207,20 @@ def test_a_shared_endpoint_on_slurm(
         stream = client.chat.completions.create(**chat, stream=True)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream)
         tools = {**chat, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "clock"}}}
-        called = client.chat.completions.create(**{**tools, "max_tokens": 48}).choices[0].message.tool_calls
+        called = (
+            client.chat.completions.create(**{**tools, "max_tokens": 128, "temperature": 0})
+            .choices[0]
+            .message.tool_calls
+        )
         assert called[0].function.name == "clock"
         assert client.responses.create(model="smollm2", input="Hello", max_output_tokens=16).output
         with pytest.raises(NotFoundError) as refused:  # this model makes none: the engine's own words
             client.embeddings.create(model="smollm2", input="Hello")
         assert refused.value.status_code == 404
     root = made["url"].removesuffix("/v1")
-    message = json.dumps({"model": "smollm2", "max_tokens": 4, "messages": chat["messages"]}).encode()
+    asked = json.dumps({"model": "smollm2", "max_tokens": 4, "messages": chat["messages"]}).encode()
     request = urllib.request.Request(
-        f"{root}/v1/messages", message, {"x-api-key": key, "content-type": "application/json"}
+        f"{root}/v1/messages", asked, {"x-api-key": key, "content-type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=60) as response:
         assert json.loads(response.read())["content"][0]["text"]

@@ -27,11 +27,13 @@ from openai import AsyncOpenAI
 from gristmill.engines import ENGINES, Address, Attachment, Engine, Launch, engine_environment
 from gristmill.errors import GristmillError, indented
 from gristmill.frontdoor import Upstream
+from gristmill.processes import is_alive
 
 _PROBE_S = 120.0
 _KEEPER = str(Path(__file__).with_name("keeper.py"))
 _PORT_TRIES = 5
 _LONGEST = 40
+_OWNER = "owner"  # machine, process, and when it was started
 _HICCUPS_S = (0.3, 1.0, 3.0)  # waits between the first tries at an attached endpoint
 _POLL_S = 0.2
 _RENEW_S = 20.0
@@ -220,11 +222,12 @@ class EngineEndpoint:
 
     def _make_private_folder(self) -> Path:
         # Mode 0700; the keeper removes it. The path of a socket in it, or below its tmp/, must fit into 107 bytes.
-        temporary = tempfile.gettempdir()
-        self._folder = folder = Path(
-            tempfile.mkdtemp(prefix="gristmill-", dir=temporary if len(temporary) < 40 else "/tmp")
-        )
+        place = tempfile.gettempdir()
+        place = place if len(place) < _LONGEST else "/tmp"
+        _sweep(Path(place))
+        self._folder = folder = Path(tempfile.mkdtemp(prefix="gristmill-", dir=place))
         self._key = secrets.token_urlsafe(32)
+        (folder / _OWNER).write_text(f"{os.uname().nodename} {os.getpid()} {psutil.Process().create_time()}")
         (folder / "key").touch(mode=0o600)
         (folder / "key").write_text(self._key)
         return folder
@@ -334,6 +337,16 @@ class EngineEndpoint:
             raise GristmillError(
                 f"{self.name} left processes that SIGKILL does not end: {pids}", help="tell your admin"
             )
+
+
+def _sweep(place: Path) -> None:
+    """Remove private folders of starts that were killed with their keeper, as Slurm does to a job that will not end."""
+    for owner in place.glob(f"gristmill-*/{_OWNER}"):
+        with contextlib.suppress(OSError, ValueError):
+            host, pid, started = owner.read_text().split()
+            ours = owner.stat().st_uid == os.getuid() and host == os.uname().nodename
+            if ours and not is_alive(int(pid), float(started)):
+                shutil.rmtree(owner.parent, ignore_errors=True)
 
 
 def _family(pid: int) -> set[psutil.Process]:

@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -201,11 +202,9 @@ def _end(folder: Folder, sidecar: Sidecar, state: State | None = None) -> None:
 def _kill(sidecar: Sidecar) -> None:
     if not sidecar.job_id.startswith(LOCAL):
         slurm.ask("scancel", sidecar.job_id)
-    elif sidecar.pid is not None and sidecar.host == os.uname().nodename:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(sidecar.pid)
-            if abs(process.create_time() - (sidecar.pid_started or 0)) < 2:
-                process.terminate()
+    elif sidecar.pid is not None and sidecar.has_process:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(sidecar.pid, signal.SIGTERM)
 
 
 # -- those that were started from this account ------------------------------------------------------------------------

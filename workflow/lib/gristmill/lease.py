@@ -25,6 +25,7 @@ import psutil
 
 from gristmill import slurm
 from gristmill.errors import GristmillError
+from gristmill.processes import is_alive
 
 _BEAT_S = 5.0
 _STALE_S = 60.0  # a heartbeat that stands still for so long, by the clock of the one who waits
@@ -54,13 +55,7 @@ class Holder:
 
     def is_dead(self) -> bool:
         """Whether the process is known to be gone; one of another machine never is."""
-        if self.host != os.uname().nodename:
-            return False
-        try:
-            process = psutil.Process(self.pid)
-            return abs(process.create_time() - self.started) > 2 or process.status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
+        return self.host == os.uname().nodename and not is_alive(self.pid, self.started)
 
     def is_older_than(self, other: Holder) -> bool | None:
         """Of two Slurm jobs, whether this was submitted before the other; a requeued job is older than itself."""

@@ -19,6 +19,7 @@ from gristmill import slurm
 from gristmill.engines import ENGINES, Address, Launch
 from gristmill.errors import GristmillError, indented
 from gristmill.layout import write_atomically
+from gristmill.processes import is_alive
 from gristmill.registry import load_model, model_path
 
 _ANSWER_S = 5.0
@@ -154,6 +155,12 @@ class Sidecar:
         )
 
     @property
+    def has_process(self) -> bool:
+        """Whether its process runs on this machine."""
+        here = self.host == os.uname().nodename
+        return here and self.pid is not None and is_alive(self.pid, self.pid_started or 0)
+
+    @property
     def reachable(self) -> bool:
         """Whether this machine can reach its port."""
         return self.share or self.host in (None, os.uname().nodename)
@@ -207,7 +214,7 @@ def _from_outside(sidecar: Sidecar) -> State:
     if sidecar.job_id.startswith(LOCAL):
         if sidecar.host not in (None, os.uname().nodename):
             return State("unreachable", f"it was started on {sidecar.host}")
-        if _is_process(sidecar):
+        if sidecar.has_process:
             return State("starting" if sidecar.port is None else "silent")
         return State("ended", ended) if sidecar.ended else State("stale", "its process is gone")
     state = slurm.job_state(sidecar.job_id)
@@ -219,14 +226,6 @@ def _from_outside(sidecar: Sidecar) -> State:
     if sidecar.port is None or (sidecar.ready is None and not sidecar.reachable):
         return State("starting", f"Slurm job {sidecar.job_id} is {(state or 'not shown').lower()}")
     return State("silent", f"Slurm job {sidecar.job_id} is {(state or 'not shown').lower()} and does not answer")
-
-
-def _is_process(sidecar: Sidecar) -> bool:
-    try:
-        process = psutil.Process(sidecar.pid or -1)
-        return abs(process.create_time() - (sidecar.pid_started or 0)) < 2 and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.NoSuchProcess, ValueError):
-        return False
 
 
 def call(folder: Folder, sidecar: Sidecar, method: str, what: str) -> tuple[int, dict[str, Any]]:
