@@ -107,6 +107,8 @@ def test_wrong_words(local: Local, engine: ScriptedEngine) -> None:
     assert "exclude each other" in local.start(registry, "--slurm", "qos=a", status=1)[1]
     slurm = ["endpoint", "start", "--model", "m", "--registry", registry, "--outdir", "E", "--slurm", "qos"]
     assert "--slurm takes NAME=VALUE" in local(*slurm, status=1)[1]
+    split = local.start(registry, "--gpus", "3", "--arg", "tensor-parallel-size=2", status=1)[1]
+    assert "3 GPUs cannot be split by tensor-parallel-size: 2" in split
     assert "the folder cannot be made" in local.start(registry, "--outdir", "/proc/E", status=1)[1]
     assert "invalid positive_number value: '-1'" in local.start(registry, "--idle", "-1", status=2)[1]
     assert "there is no endpoint in this folder" in local("endpoint", "status", "--sidecar", "E", status=1)[1]

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from gristmill import slurm
-from gristmill.engines import ENGINES, Address, Launch
+from gristmill.engines import ENGINES, Address, Launch, parallel_flags
 from gristmill.errors import GristmillError, indented
 from gristmill.layout import write_atomically
 from gristmill.processes import is_alive
@@ -106,14 +106,15 @@ class Settings:
         folder.settings.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     def launch(self) -> Launch:
-        """Raises GristmillError when the model is not in the registry or not on the disk."""
+        """Raises GristmillError when the model is not there, or its flags do not fit the number of GPUs."""
         model = load_model(self.model, Path(self.registry))
+        flags = {**model.args, **self.args}
         return Launch(
             model=model,
             path=model_path(model, Path(self.project)),
             names=(self.model, *model.aliases),
             address=Address(),
-            flags={**model.args, **self.args},
+            flags=parallel_flags(flags, self.gpus) if model.engine == "vllm" else flags,
             gpus=self.gpus,
             concurrency=ENGINES[model.engine].concurrency,
         )
