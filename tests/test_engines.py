@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ while [ "$1" != --model ]; do shift; done
 { cat "$2/config.json"; env; } > "$REPORT"
 touch "$2/written" 2>/dev/null && echo WRITABLE >> "$REPORT"
 """
-    shown = shutil.which("python3")
+    shown = sys.executable
     path.write_text(f'{text}exec {shown} {PROJECT}/tests/scripted_engine.py "${{words[@]}}"\n')
     path.chmod(0o755)
     return path
