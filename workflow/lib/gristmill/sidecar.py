@@ -223,7 +223,7 @@ def _from_outside(sidecar: Sidecar) -> State:
         how = f"Slurm job {sidecar.job_id} is over" + ("" if state == "GONE" else f" ({state})")
         return State("ended", ended) if sidecar.ended else State("stale", how)
     if state in ("PENDING", "CONFIGURING"):
-        return State("pending", f"Slurm job {sidecar.job_id} waits ({slurm.reason(sidecar.job_id)})")
+        return State("pending", f"Slurm job {sidecar.job_id} waits{slurm.reason(sidecar.job_id, ' ({})')}")
     if sidecar.port is None or (sidecar.ready is None and not sidecar.reachable):
         return State("starting", f"Slurm job {sidecar.job_id} is {(state or 'not shown').lower()}")
     return State("silent", f"Slurm job {sidecar.job_id} is {(state or 'not shown').lower()} and does not answer")

@@ -242,9 +242,10 @@ def job_state(job_id: str) -> str | None:
     return "GONE" if "Invalid job id" in said.err else None
 
 
-def reason(job_id: str) -> str:
-    """Why a job waits, in squeue's words."""
-    return ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%r").out or "unknown"
+def reason(job_id: str, form: str = "{}") -> str:
+    """Why a job waits, in squeue's words, put into `form`; empty when squeue gives no reason."""
+    word = ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%r").out
+    return form.format(word) if word not in ("", "None") else ""
 
 
 def cancel_hopeless(job_id: str) -> None:
