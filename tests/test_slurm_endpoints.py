@@ -204,6 +204,7 @@ def test_dry_run_refusals_and_failures(cli: Cli, on_slurm: Project, cluster: Clu
     made, _ = cli.endpoint(registry, "--outdir", "D", "--dry-run", "--gpus", "3")
     script = Path(made["script"]).read_text()
     assert "#SBATCH --account=proj" in script and "#SBATCH --gres=gpu:3" in script
+    assert "#SBATCH --nodes=1" in script, "from the profile"
     _, error = cli.endpoint(registry, "--outdir", "X", status=1, qos="tiny", time="10")
     assert "qos tiny allows 00:05:00" in error
     assert cluster.jobs(before, "jobid") == []
