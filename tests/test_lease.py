@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -120,14 +122,21 @@ def test_the_dead_hold_nothing(tmp_path: Path, as_job: Callable[[str | None], No
             mine.join(5)
 
 
-def test_a_lease_taken_meanwhile_is_put_back(tmp_path: Path, as_job: Callable[[str | None], None]) -> None:
+def test_a_lease_taken_meanwhile_is_left_alone(tmp_path: Path, as_job: Callable[[str | None], None]) -> None:
+    """Who found the one before it dead does not remove it; nor does a second while a first is at it."""
     path = tmp_path / "g.lease"
     elsewhere(path, attempt="new")
     taken = path.read_bytes()
     Lease(path, "g")._clear(b"what was found dead")
     assert path.read_bytes() == taken
     assert list(tmp_path.iterdir()) == [path]
+    mark = path.with_name(f".g.lease.{hashlib.blake2b(taken, digest_size=8).hexdigest()}.stale")
+    mark.touch()
     Lease(path, "g")._clear(taken)
+    assert path.read_bytes() == taken
+    os.utime(mark, (0, 0))  # its maker was killed
+    for _ in range(2):
+        Lease(path, "g")._clear(taken)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,6 +9,7 @@ the second waits. A lease whose heartbeat stands still is taken over.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -149,14 +150,19 @@ class Lease:
         return True
 
     def _clear(self, stale: bytes) -> None:
-        """Remove a lease that nobody keeps; when another one has done it, and has the lease, his is put back."""
-        aside = self._path.with_name(f".{self._path.name}.{self._me.attempt}.stale")
-        with contextlib.suppress(FileNotFoundError):
-            self._path.rename(aside)
-            if aside.read_bytes() != stale:
-                with contextlib.suppress(FileExistsError):
-                    os.link(aside, self._path)
-            aside.unlink()
+        """Remove a lease that nobody keeps. Of several who find it so, one may: who makes the mark named after it."""
+        digest = hashlib.blake2b(stale, digest_size=8).hexdigest()
+        mark = self._path.with_name(f".{self._path.name}.{digest}.stale")
+        try:
+            os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):  # whoever made it was killed
+                if time.time() - mark.stat().st_mtime > _STALE_S:
+                    mark.unlink()
+            return
+        if self._path.exists() and self._text() == stale:
+            self._path.unlink(missing_ok=True)
+        mark.unlink(missing_ok=True)
 
     # -- keeping it ---------------------------------------------------------------------------------------------------
 
