@@ -20,7 +20,11 @@ from conftest import PROJECT, Project, ScriptedEngine, wait_until
 from slurm_cluster import Cluster
 
 LOCAL = PROJECT / "profiles" / "local"
-SLURM = ["account=proj", "qos=normal", "partition=gpu", "time=5", "mem=1000", "cpus-per-task=1"]
+SLURM = [
+    part
+    for option in ["account=proj", "qos=normal", "partition=gpu", "time=5", "mem=1000", "cpus-per-task=1"]
+    for part in ("--slurm", option)
+]
 
 
 @dataclass
@@ -47,11 +51,9 @@ class Cli:
         self, registry: str, *words: str, status: int = 0, prefix: tuple[str, ...] = (), **options: str
     ) -> tuple[Any, str]:
         """`gristmill endpoint start` on Slurm."""
-        slurm = [part for option in SLURM for part in ("--slurm", option)]
-        slurm += [part for name, value in options.items() for part in ("--slurm", f"{name}={value}")]
-        return self(
-            "endpoint", "start", "--model", "m", "--registry", registry, *slurm, *words, status=status, prefix=prefix
-        )
+        slurm = [part for name, value in options.items() for part in ("--slurm", f"{name}={value}")]
+        command = ["endpoint", "start", "--model", "m", "--registry", registry, *SLURM, *slurm, *words]
+        return self(*command, status=status, prefix=prefix)
 
 
 @pytest.fixture
@@ -217,8 +219,7 @@ def test_one_shot(cli: Cli, on_slurm: Project, cluster: Cluster, engine: Scripte
     """One input, one results file, one command: a job of its own, which a rerun resumes."""
     registry = engine.write(script={"latency_s": 0.5})
     on_slurm.requests(range(30))
-    slurm = [part for option in SLURM for part in ("--slurm", option)]
-    words = ["run", "--model", "m", "--registry", registry, "--in", "requests.jsonl", "--out", "out.jsonl", *slurm]
+    words = ["run", "--model", "m", "--registry", registry, "--in", "requests.jsonl", "--out", "out.jsonl", *SLURM]
     first = cli.start(*words, "--concurrency", "2")
     wait_until(lambda: len(engine.requests()) >= 6, 60, "some requests")
     (job,) = cluster.queue()

@@ -17,6 +17,7 @@ from gristmill import __version__, endpoints, slurm
 from gristmill.campaign import json_schema, load_campaign
 from gristmill.errors import GristmillError, reported
 from gristmill.layout import Layout, find_file
+from gristmill.processes import gristmill_command
 from gristmill.registry import load_model, model_path
 from gristmill.sidecar import LOCAL, Settings, call, on_its_node, read_sidecar
 
@@ -269,8 +270,7 @@ def _run_once(args: argparse.Namespace, argv: list[str]) -> int:
         words += ["--gpus", str(gpus)]
     if options is None:
         return main(["batch", "run", *words])
-    command = [sys.executable, "-P", "-m", "gristmill.cli", "batch", "run", *words]
-    oneshot.run_job(command, args.out, options, dry_run=args.dry_run, wait=args.wait)
+    oneshot.run_job(gristmill_command("batch", "run", *words), args.out, options, dry_run=args.dry_run, wait=args.wait)
     return 0
 
 

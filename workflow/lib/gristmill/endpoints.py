@@ -10,7 +10,6 @@ import secrets
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -20,13 +19,13 @@ from typing import Any
 import psutil
 
 from gristmill import slurm
-from gristmill.errors import GristmillError
+from gristmill.errors import GristmillError, say
 from gristmill.layout import only_one, write_atomically
+from gristmill.processes import LIBRARY, gristmill_command
 from gristmill.sidecar import LOCAL, Folder, Settings, Sidecar, State, ask, call, read_sidecar, wait_ready
 
 _STOP_S = 120.0  # draining, ending the engine, and a slow Slurm
 _POLL_S = 0.5
-_LIBRARY = Path(__file__).parents[1]
 
 
 def start(path: Path, settings: Settings, options: Mapping[str, str] | None, *, dry_run: bool, wait: bool) -> None:
@@ -38,12 +37,12 @@ def start(path: Path, settings: Settings, options: Mapping[str, str] | None, *, 
     os.umask(0o027 if settings.group else 0o077)
     folder = Folder(path.absolute())
     with _alone_in(folder, settings.group):
-        command = [sys.executable, "-P", "-m", "gristmill.cli", "endpoint", "serve", str(folder.path)]
+        command = gristmill_command("endpoint", "serve", str(folder.path))
         settings.write(folder)
         if options is not None:
             write_script(folder.script, command, options, f"gristmill-{settings.model}", folder.log("%j"))
             if warning := slurm.check(options):
-                _say(warning)
+                say(warning)
         if dry_run:
             made = {"dry_run": True, "model": settings.model, "outdir": str(folder.path), **_script(folder)}
             print(json.dumps(made))
@@ -55,13 +54,13 @@ def start(path: Path, settings: Settings, options: Mapping[str, str] | None, *, 
     _remember(folder, sidecar.job_id)
     if wait:
         try:
-            folder, sidecar = wait_ready(folder.path, settings.start_timeout_s, _say)
+            folder, sidecar = wait_ready(folder.path, settings.start_timeout_s, say)
         except GristmillError:
             _end(folder, sidecar)
             raise
     print(json.dumps(shown(folder, sidecar)), flush=True)
     if settings.share and sidecar.url:
-        _say(how_to_call(folder, sidecar))
+        say(how_to_call(folder, sidecar))
 
 
 @contextlib.contextmanager
@@ -100,7 +99,7 @@ def write_script(path: Path, command: list[str], options: Mapping[str, str], nam
     words = slurm.words_of({**ours, **options})
     lines = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(word)}" for word in words)]
     # `exec`, so that SIGTERM reaches the program and not a shell that ignores it.
-    lines += [f"export PYTHONPATH={shlex.quote(str(_LIBRARY))}", f"exec {shlex.join(command)}"]
+    lines += [f"export PYTHONPATH={shlex.quote(LIBRARY)}", f"exec {shlex.join(command)}"]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -117,7 +116,7 @@ def _start_here(folder: Folder, sidecar: Sidecar, command: list[str]) -> Sidecar
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
-            env={**os.environ, "PYTHONPATH": str(_LIBRARY)},
+            env={**os.environ, "PYTHONPATH": LIBRARY},
             start_new_session=True,
         )
     job_id = f"{LOCAL}{process.pid}"
@@ -245,7 +244,3 @@ def folder_of(job_id: str) -> Path:
             help="name its folder instead: --sidecar DIR",
         )
     return found[job_id]
-
-
-def _say(text: str) -> None:
-    print(f"gristmill: {text}", file=sys.stderr, flush=True)

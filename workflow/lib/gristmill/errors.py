@@ -99,6 +99,11 @@ def _close(log: TextIO) -> None:
         log.close()
 
 
+def say(message: object) -> None:
+    """Tell a person something, on standard error."""
+    print(f"gristmill: {message}", file=sys.stderr, flush=True)
+
+
 def _exit(error: GristmillError) -> NoReturn:
-    print(f"gristmill: {error}", file=sys.stderr, flush=True)
+    say(error)
     raise SystemExit(1) from error

@@ -75,12 +75,17 @@ class Layout:
         return self.root / "complete"
 
 
+def expanded(given: str) -> Path:
+    """A path as a person wrote it, with `$VARIABLES` and `~`."""
+    return Path(os.path.expandvars(given)).expanduser()
+
+
 def find_file(given: str, project: Path, what: str) -> Path:
     """A path of the campaign: as it stands from the working directory, else from the project's folder.
 
     `$VARIABLES` and `~` are expanded. Raises GristmillError when it is in neither place.
     """
-    path = Path(os.path.expandvars(given)).expanduser()
+    path = expanded(given)
     for candidate in (path, project / path):
         if candidate.exists():
             return candidate

@@ -102,7 +102,8 @@ class Lease:
         told = False
         while not self._create():
             now = time.monotonic()
-            beat, holder = self._text(), self._read()
+            beat = self._text()
+            holder = _holder(beat)
             if beat != seen:
                 seen, changed = beat, now
             if holder is None:
@@ -191,9 +192,14 @@ class Lease:
             return b""
 
     def _read(self) -> Holder | None:
-        try:
-            data = json.loads(self._text())
-            data.pop("beat")
-            return Holder(**data)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return None
+        return _holder(self._text())
+
+
+def _holder(text: bytes) -> Holder | None:
+    """Who holds a lease, by the text of its file; None when it is torn or missing."""
+    try:
+        data = json.loads(text)
+        data.pop("beat")
+        return Holder(**data)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None

@@ -384,10 +384,15 @@ def _hashes_of(file: pq.ParquetFile) -> Iterator[tuple[str, bytes]]:
             yield id, id_hash(id)
 
 
+def too_many(bad: int, rows: int, max_error_share: float) -> bool:
+    """Whether more rows are not `ok` than a share allows."""
+    return bad > max_error_share * rows + 1e-6  # a hair, for shares that binary fractions do not have
+
+
 def verdict(summary: dict[str, Any], max_error_share: float, layout: Layout) -> None:
     """Raise GristmillError when more rows than allowed are not `ok`; everything stays written."""
     bad = summary["invalid"] + summary["error"]
-    if bad <= max_error_share * summary["rows"] + 1e-6:  # a hair, for shares that binary fractions do not have
+    if not too_many(bad, summary["rows"], max_error_share):
         return
     codes = ", ".join(f"{code} {count:,}" for code, count in list(summary["error_codes"].items())[:8])
     raise GristmillError(

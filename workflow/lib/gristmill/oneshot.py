@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -16,9 +15,9 @@ import orjson
 
 from gristmill import slurm
 from gristmill.endpoints import write_script
-from gristmill.errors import GristmillError, indented
+from gristmill.errors import GristmillError, indented, say
 from gristmill.layout import only_one
-from gristmill.merge import answer_of
+from gristmill.merge import answer_of, too_many
 from gristmill.run import Run
 
 _NAME = "batch"
@@ -52,8 +51,8 @@ def run_batch(source: Path, out: Path, project: Path, settings: Mapping[str, Any
         counts = _write(run, out)
     rows = counts.total()
     told = ", ".join(f"{counts[status]:,} {status}" for status in ("ok", "invalid", "error"))
-    print(f"gristmill: {rows:,} rows: {told}; {out}", file=sys.stderr)
-    if rows - counts["ok"] > max_error_share * rows + 1e-6:
+    say(f"{rows:,} rows: {told}; {out}")
+    if too_many(rows - counts["ok"], rows, max_error_share):
         raise GristmillError(
             f"{rows - counts['ok']:,} of {rows:,} rows are not ok, more than --max-error-share = {max_error_share:g}",
             where=str(out),
@@ -138,7 +137,7 @@ def run_job(command: list[str], out: Path, options: Mapping[str, str], *, dry_ru
     script, log = work / "run.sbatch", work / "slurm-%j.log"
     write_script(script, command, options, f"gristmill-{out.name}", log)
     if warning := slurm.check(options):
-        print(f"gristmill: {warning}", file=sys.stderr)
+        say(warning)
     if dry_run:
         print(json.dumps({"dry_run": True, "out": str(out.absolute()), "script": str(script)}))
         return
@@ -164,7 +163,7 @@ def _wait(job_id: str, log: Path) -> None:
             slurm.cancel_hopeless(job_id)
         if state is not None and state != told:
             told = state
-            print(f"gristmill: Slurm job {job_id} is {state.lower()}; its log: {log}", file=sys.stderr, flush=True)
+            say(f"Slurm job {job_id} is {state.lower()}; its log: {log}")
         time.sleep(_POLL_S)
     if state != "COMPLETED":
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gristmill.errors import GristmillError
+from gristmill.layout import expanded
 
 
 class Model(BaseModel):
@@ -82,7 +82,7 @@ def model_path(model: Model, project: Path) -> Path:
             )
         path = Path(next(iter(spec.submodule_search_locations))) / file
     else:
-        path = Path(os.path.expandvars(model.path)).expanduser()
+        path = expanded(model.path)
         if not path.exists() and (project / path).exists():
             path = project / path
     if not path.exists():

@@ -19,7 +19,7 @@ from gristmill import slurm
 from gristmill.campaign import Campaign, load_campaign, parse_campaign
 from gristmill.engines import ENGINES, URL_CONCURRENCY, Address, Attachment, Launch, parallel_flags
 from gristmill.errors import GristmillError
-from gristmill.layout import RUNNER_PID, Layout, find_file, write_atomically
+from gristmill.layout import RUNNER_PID, Layout, expanded, find_file, write_atomically
 from gristmill.manifest import Manifest, digest_of, read_manifest, update_manifest
 from gristmill.merge import Part, merge, table_for, verdict
 from gristmill.outcomes import AnswerCheck
@@ -69,7 +69,7 @@ class Run:
         run = cls._assemble(campaign, project, layout, manifest)
         if main:
             if campaign.endpoint.sidecar is not None:
-                read_sidecar(Path(os.path.expandvars(campaign.endpoint.sidecar)).expanduser())
+                read_sidecar(expanded(campaign.endpoint.sidecar))
             run.try_first_rows()
             print(run.describe(), file=sys.stderr)
             _note_stale_lock(layout)
@@ -238,7 +238,7 @@ class Run:
     def _target(self, resources: Mapping[str, Any]) -> Attachment | Launch:
         settings = self.campaign.endpoint
         if settings.sidecar is not None:
-            return self._attach(Path(os.path.expandvars(settings.sidecar)).expanduser())
+            return self._attach(expanded(settings.sidecar))
         if self.model is None or self.recipe.names is None:
             assert settings.url is not None
             return Attachment(
@@ -333,7 +333,7 @@ def _api_key(variable: str | None, file: str | None) -> str:
         return key
     if file is not None:
         try:
-            return Path(os.path.expandvars(file)).expanduser().read_text(encoding="utf-8").strip()
+            return expanded(file).read_text(encoding="utf-8").strip()
         except OSError as error:
             raise GristmillError(
                 f"the key file cannot be read: {error.strerror}: {file}", where="endpoint.api_key_file"

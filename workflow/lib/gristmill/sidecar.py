@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import secrets
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +18,7 @@ from gristmill import slurm
 from gristmill.engines import ENGINES, Address, Launch, parallel_flags
 from gristmill.errors import GristmillError, indented
 from gristmill.layout import write_atomically
-from gristmill.processes import is_alive
+from gristmill.processes import LIBRARY, gristmill_command, is_alive
 from gristmill.registry import load_model, model_path
 
 _ANSWER_S = 5.0
@@ -63,7 +62,7 @@ class Folder:
         """What the endpoint's process prints."""
         return self.path / (f"{job_id}.log" if job_id.startswith(LOCAL) else f"slurm-{job_id}.log")
 
-    def make_key(self, group: bool) -> str:
+    def make_key(self, group: bool) -> None:
         """A new random key in files that nobody else can read, or only the group."""
         key = secrets.token_urlsafe(32)
         for path, text in ((self.key, key), (self.header, f"Authorization: Bearer {key}")):
@@ -72,7 +71,6 @@ class Folder:
             with os.fdopen(file, "w", encoding="utf-8") as out:
                 os.fchmod(file, 0o640 if group else 0o600)
                 out.write(f"{text}\n")
-        return key
 
     def read_key(self) -> str:
         """Raises GristmillError."""
@@ -250,8 +248,7 @@ def call(folder: Folder, sidecar: Sidecar, method: str, what: str) -> tuple[int,
 def on_its_node(sidecar: Sidecar, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """The command that runs `gristmill WORDS` where an endpoint's job runs, and its environment."""
     here = ["srun", f"--jobid={sidecar.job_id}", "--overlap", "--ntasks=1", "--nodes=1", "--quiet"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    return [*here, sys.executable, "-P", "-m", "gristmill.cli", *words], environment
+    return [*here, *gristmill_command(*words)], {**os.environ, "PYTHONPATH": LIBRARY}
 
 
 def _call_there(folder: Folder, sidecar: Sidecar, method: str, what: str) -> tuple[int, dict[str, Any]]:

@@ -6,7 +6,6 @@ import getpass
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import time
 from collections.abc import Mapping
@@ -279,8 +278,3 @@ def output_of_job(job_id: str) -> str | None:
 def this_job() -> str | None:
     """The id of the Slurm job that this process is part of."""
     return os.environ.get("SLURM_JOB_ID") or None
-
-
-def available() -> bool:
-    """Whether Slurm's commands are here."""
-    return shutil.which("sbatch") is not None

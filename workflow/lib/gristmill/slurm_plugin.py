@@ -19,12 +19,13 @@ import time
 from types import SimpleNamespace
 from typing import Any, cast
 
-from gristmill.errors import GristmillError
+from gristmill.errors import GristmillError, say
 from gristmill.slurm import ask, check, is_over, options_of, why_hopeless
 
 _UNSEEN_S = 120.0  # a job that neither squeue nor sacct has shown for so long is gone
 _ANSWER_S = 50.0
 _SILENT_S = 5.0
+_UNKNOWN = ("PREEMPTED", "REVOKED")  # ended, and not known to the plugin
 
 _CONF = "SLURM_CONF"
 
@@ -36,7 +37,7 @@ def prepare() -> None:
     if plugin is not None and hasattr(plugin, "query_job_status"):
         plugin.query_job_status = Statuses().query
     elif plugin is not None:
-        _say("this version of snakemake-executor-plugin-slurm is not known; a preempted job may hang the run")
+        say("this version of snakemake-executor-plugin-slurm is not known; a preempted job may hang the run")
     jobstep = sys.modules.get("snakemake_executor_plugin_slurm_jobstep")
     if jobstep is not None and _CONF in os.environ:
         _keep_conf(jobstep, os.environ[_CONF])
@@ -74,7 +75,7 @@ def check_jobs(workflow: Any) -> None:
                 raise
             warning = f"attempt {attempt} of a job, should it come to that, would fail: {error}"
         if warning:
-            _say(warning)
+            say(warning)
 
 
 def _settings() -> type:
@@ -132,7 +133,7 @@ class Statuses:
         return states
 
     def _plain(self, job: str, state: str, reason: str) -> str:
-        if state in ("PREEMPTED", "REVOKED"):
+        if state in _UNKNOWN:
             self._tell(job, f"Slurm job {job} was {state.lower()}; it is tried again as often as `retries` says")
             return "FAILED"
         if state == "PENDING" and (why := why_hopeless(reason)) is not None:
@@ -149,7 +150,7 @@ class Statuses:
             job, _, state = row.partition("|")
             state = (state.split() or [""])[0]  # `CANCELLED by 0`
             if job not in states and is_over(state):
-                states[job] = "FAILED" if state in ("PREEMPTED", "REVOKED") else state
+                states[job] = "FAILED" if state in _UNKNOWN else state
         for job in self._seen.keys() - states.keys():
             if now - self._seen[job] > _UNSEEN_S:
                 self._tell(job, f"Slurm knows nothing of job {job} any more; it counts as failed")
@@ -158,7 +159,7 @@ class Statuses:
     def _tell(self, job: str, message: str) -> None:
         if job not in self._told:
             self._told.add(job)
-            _say(message)
+            say(message)
 
 
 def _asked(job: str) -> str:
@@ -169,7 +170,3 @@ def _asked(job: str) -> str:
         f"  where: it asked for {shlex.join(asked)}\n"
         "  help:  correct these in profiles/slurm/config.yaml or the campaign's `resources`"
     )
-
-
-def _say(message: str) -> None:
-    print(f"gristmill: {message}", file=sys.stderr, flush=True)

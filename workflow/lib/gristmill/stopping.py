@@ -85,7 +85,8 @@ def stopping(until: float | None, wanted: Callable[[], str | None]) -> Iterator[
     stop = Stop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.request, signal.Signals(number).name)
-    watches = [loop.create_task(_watch_runner(stop)), loop.create_task(_watch(stop, wanted))]
+    # A Snakemake that was killed must not leave an engine that holds a GPU for nobody.
+    watches = [loop.create_task(_watch(stop, asked)) for asked in (runner_gone, wanted)]
     timer = None
     if until is not None:
         timer = loop.call_later(until - time.monotonic(), stop.request, "the walltime of the job ends", FORCED_S)
@@ -102,13 +103,6 @@ def stopping(until: float | None, wanted: Callable[[], str | None]) -> Iterator[
 
 async def _watch(stop: Stop, wanted: Callable[[], str | None]) -> None:
     while (why := wanted()) is None:
-        await asyncio.sleep(_POLL_S)
-    stop.request(why)
-
-
-async def _watch_runner(stop: Stop) -> None:
-    """A Snakemake that was killed must not leave an engine that holds a GPU for nobody."""
-    while (why := runner_gone()) is None:
         await asyncio.sleep(_POLL_S)
     stop.request(why)
 
