@@ -155,8 +155,7 @@ class Window:
             response = error.response
         except openai.APIConnectionError as error:
             cause = error.__cause__ or error
-            # The aiohttp transport calls a refused connection a timeout, too.
-            if isinstance(error, openai.APITimeoutError) and not isinstance(cause, httpx2.ConnectTimeout):
+            if isinstance(error, openai.APITimeoutError):
                 return 0, "", Transient(f"no answer within {timeout:.0f} s")
             return 0, "", _disconnected(cause)
         except (httpx2.HTTPError, OSError) as error:

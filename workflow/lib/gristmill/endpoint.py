@@ -28,6 +28,7 @@ from gristmill.engines import ENGINES, Address, Attachment, Engine, Launch, engi
 from gristmill.errors import GristmillError, indented
 from gristmill.frontdoor import Upstream
 from gristmill.processes import is_alive
+from gristmill.transport import EngineClient
 
 _PROBE_S = 120.0
 _KEEPER = str(Path(__file__).with_name("keeper.py"))
@@ -362,13 +363,8 @@ def _transport(path: Path | None) -> httpx2.AsyncHTTPTransport:
 
 def _client(url: str, key: str, socket_path: Path | None) -> AsyncOpenAI:
     """An OpenAI client that never retries by itself and never takes a proxy for an engine of ours."""
-    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-    if socket_path is not None:
-        transport = httpx2.AsyncHTTPTransport(uds=str(socket_path), limits=limits)
-        http = httpx2.AsyncClient(transport=transport, timeout=None)
-    else:
-        loopback = url.startswith("http://127.0.0.1:")
-        http = openai.DefaultAioHttpClient(timeout=None, limits=limits, trust_env=not loopback)
+    loopback = socket_path is not None or url.startswith("http://127.0.0.1:")
+    http = EngineClient(socket_path, trust_env=not loopback)
     return AsyncOpenAI(base_url=url, api_key=key, max_retries=0, http_client=http)
 
 
