@@ -26,6 +26,7 @@ import yaml
 
 import slurm_cluster
 from gristmill import group, retry
+from gristmill.admission import Limit
 from gristmill.client import Window
 from gristmill.engines import Address, Attachment, Launch
 from gristmill.group import Job, run_group
@@ -390,7 +391,8 @@ class Asking:
         path = Layout("c").shards / "g0000" / shard.file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"".join(encode(self.request(str(id), row)) for row, id in enumerate(ids, 1)))
-        defaults = {"concurrency": 8, "start_timeout_s": 20.0, "restarts": 3, "check": AnswerCheck()}
+        limit = Limit(settings.pop("concurrency", 8), pinned=True)
+        defaults = {"limit": limit, "start_timeout_s": 20.0, "restarts": 3, "check": AnswerCheck(), "rows": len(ids)}
         return Job(name="g0000", shards=[shard], layout=Layout("c"), target=lambda: target, **{**defaults, **settings})
 
     def request(self, id: str, row: int) -> Request:
@@ -479,6 +481,9 @@ def asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asking:
     monkeypatch.setattr(group, "Window", Kept)
     quick = SimpleNamespace(uniform=lambda low, high: low + random.uniform(0, high - low) / 50)
     monkeypatch.setattr(retry, "random", quick)
+    monkeypatch.setattr(retry, "RETRIES_PER_S", 50.0)
+    monkeypatch.setattr(retry, "PROBE_S", 0.02)
+    monkeypatch.setattr(retry, "PATIENCE_S", 2.0)
     monkeypatch.delenv(RUNNER_PID, raising=False)
     monkeypatch.chdir(tmp_path)
     return made

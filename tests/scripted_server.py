@@ -31,6 +31,7 @@ Actions of rates and rules:
     400 ... 599    an error with that status         too_long        vLLM's error for too long a prompt
     drop           close without an answer           truncated       close in the middle of the answer
     hang           never answer                      die             SIGKILL the own process
+    wedge          never answer anything again, healthy as /health is
     html200        an HTML page with status 200      error200        an error object with status 200
     null_choices   "choices": null                   slow            a plain answer, later
     length         half an answer, cut short         half_json       half a JSON text that claims to be whole
@@ -71,7 +72,7 @@ from aiohttp import web
 DRAIN_S = 5.0  # longest time that requests in flight may take after SIGTERM
 TEXT_ACTIONS = {"length", "half_json", "empty", "lone_surrogate", "think", "reasoning"}
 ACTIONS = TEXT_ACTIONS | {"too_long", "drop", "truncated", "hang", "die", "html200", "error200", "slow"}
-ACTIONS |= {"null_choices"}
+ACTIONS |= {"null_choices", "wedge"}
 # What the log has in `do` for requests for which no action was looked up.
 REFUSALS = {"not_ready", "unauthorized", "not_found", "not_allowed"}
 REFUSALS |= {"bad_body", "unknown_model", "stream", "capacity"}
@@ -403,6 +404,7 @@ class ScriptedServer:
         self._number = 0  # of ids given out
         self._active = 0  # HTTP requests being handled
         self._running = 0  # generation requests being handled
+        self._wedged = False
         self._answered = 0
         self._model_json: dict[str, bytes] = {}
         self._errors: dict[int, bytes] = {}
@@ -580,8 +582,12 @@ class ScriptedServer:
             wait += script.slow_s
         if wait:
             await asyncio.sleep(wait)
+        if self._wedged:
+            await asyncio.get_running_loop().create_future()
         if do and do != "slow" and do not in TEXT_ACTIONS and not do.startswith("text:"):
-            if do == "hang":
+            if do == "wedge":
+                self._wedged = True
+            if do in ("hang", "wedge"):
                 await asyncio.get_running_loop().create_future()
             if do == "die":
                 kill_self()

@@ -79,9 +79,9 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
         {"sampling": {"concurrency": 5}},
         "unknown key sampling.concurrency; did you mean endpoint.concurrency?",
     ),
-    "nothing near": ({"limits": {"zzz": 1}}, "unknown key limits.zzz; known here: max_error_share"),
+    "nothing near": ({"limits": {"zzz": 1}}, "unknown key limits.zzz; known here: max_error_share, gpu_hours"),
     "the name in the model": ({"answer": {"schema_": "x"}}, "unknown key answer.schema_; did you mean schema?"),
-    "planned": ({"limits": {"gpu_hours": 4}}, "limits.gpu_hours is not part of this version; remove it"),
+    "planned": ({"answer": {"labels": ["a"], "retries": 4}}, "answer.retries is not part of this version; remove it"),
     "a number": ({1: 2}, "1"),
 }
 

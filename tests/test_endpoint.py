@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import signal
@@ -17,9 +18,11 @@ import psutil
 import pytest
 
 from conftest import KEY, Apart, Asking, ScriptedEngine, Server, alive, wait_until
+from gristmill import retry
 from gristmill.endpoint import AttachedEndpoint, EngineEndpoint
 from gristmill.engines import Attachment, Launch
 from gristmill.errors import GristmillError
+from gristmill.outcomes import AnswerCheck, interpret
 
 CHAT = "/chat/completions"
 
@@ -226,14 +229,59 @@ def test_no_try_is_used_up_while_the_engine_boots_again(engine: ScriptedEngine, 
 
 
 def test_an_engine_that_dies_again_and_again_is_given_up(engine: ScriptedEngine, asking: Asking) -> None:
-    engine.write(workers=1, script={"rules": [{"contains": "ask 20", "do": "die"}]})
+    """Whatever it is asked: it dies after every ten answers."""
+    engine.write(workers=1, script={"die_after": 10, "latency_s": 0.02})
     with pytest.raises(GristmillError, match="died once more than it may be restarted") as caught:
-        asking.run(engine.launch(), range(100), restarts=2)
-    assert len(engine.starts()) == 3
-    assert engine.texts()["ask 20"] == 3
-    assert len(asking.journal()) >= 12
+        asking.run(engine.launch(), range(300), restarts=2)
+    assert 3 <= len(engine.starts()) <= 3 * 5, "three deaths that count, and those that told suspects apart"
+    assert 30 <= len(asking.journal()) < 300
     assert "help:  run the same command again" in str(caught.value)
     assert engine.processes() == []
+
+
+@pytest.mark.parametrize(("concurrency", "killers"), [(1, [5]), (8, [20]), (32, [3, 70])])
+def test_the_request_that_kills_the_engine_is_found(
+    engine: ScriptedEngine, asking: Asking, concurrency: int, killers: list[int]
+) -> None:
+    """It becomes an error row; everybody else is answered, and nobody is sent more often than the deaths demand."""
+    rules = [{"contains": f"ask K{i}.", "do": "die"} for i in killers]
+    engine.write(script={"latency_s": 0.05, "rules": rules})
+    ids = [f"K{i}." if i in killers else str(i) for i in range(100)]
+    records = asking.run(engine.launch(), ids, concurrency=concurrency, restarts=len(killers))
+    guilty = [record for record in records if record["id"].startswith("K")]
+    assert [record["outcome"] for record in guilty] == ["error"] * len(killers)
+    for record in guilty:
+        answer = interpret(record["http_status"], record["raw"], "/chat/completions", AnswerCheck())
+        assert (answer.status, answer.error_code) == ("error", "engine_killer")
+        assert f"died each of the {record['attempts']} times" in (answer.error_message or "")
+    assert [r["outcome"] for r in records if not r["id"].startswith("K")] == ["ok"] * (100 - len(killers))
+    most = len(killers) * (2 + math.ceil(math.log2(concurrency)))
+    assert len(killers) * 2 <= len(engine.starts()) - 1 <= most
+    assert len(engine.requests()) <= 100 + most * concurrency
+    assert engine.processes() == []
+
+
+def test_an_engine_that_is_healthy_while_nothing_completes_is_started_again(
+    engine: ScriptedEngine, asking: Asking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request wedges it: /health says 200, no request is answered any more, the tiny generation neither."""
+    monkeypatch.setattr(retry, "_STALL_S", 0.5)
+    engine.write(script={"latency_s": 0.01, "rules": [{"contains": "ask 30", "do": "wedge", "times": 1}]})
+    began = time.monotonic()
+    records = asking.run(engine.launch(), range(100))
+    assert [record["outcome"] for record in records] == ["ok"] * 100
+    assert len(engine.starts()) == 2
+    assert len(engine.requests()) <= 100 + 8
+    assert time.monotonic() - began < 30
+
+
+def test_a_long_answer_is_no_stall(engine: ScriptedEngine, asking: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny generation succeeds, so it is waited for."""
+    monkeypatch.setattr(retry, "_STALL_S", 0.3)
+    engine.write(script={"rules": [{"contains": "ask 7", "do": "slow", "times": 1}], "slow_s": 2.5})
+    assert len(asking.run(engine.launch(), range(10))) == 10
+    assert len(engine.starts()) == 1
+    assert max(engine.texts().values()) == 1
 
 
 def test_an_engine_that_does_not_come_back_is_tried_once(engine: ScriptedEngine, asking: Asking) -> None:
@@ -242,9 +290,9 @@ def test_an_engine_that_does_not_come_back_is_tried_once(engine: ScriptedEngine,
     launch = engine.launch()
     original = EngineEndpoint.revive
 
-    async def broken(self: EngineEndpoint) -> None:
+    async def broken(self: EngineEndpoint, *, counted: bool = True) -> None:
         engine.write(fail="exit")
-        await original(self)
+        await original(self, counted=counted)
 
     EngineEndpoint.revive = broken  # type: ignore[method-assign]
     try:

@@ -169,9 +169,9 @@ def test_an_endpoint_that_fails_every_request_is_given_up(server: Server, asking
         assert {record["outcome"] for record in asking.run(attached(server), range(150))} == {"error"}
         assert asking.sent == 150
         return
-    with pytest.raises(GristmillError, match="requests get no answer"):
+    with pytest.raises(GristmillError, match="answers nothing but tiny generations: HTTP 500"):
         asking.run(attached(server), range(1000))
-    assert asking.sent <= (retry.MAX_UNANSWERED + 1 + 8) * retry.MAX_TRIES
+    assert asking.sent <= retry.Breaker.most * (retry.Breaker.after + 8)
     assert asking.journal() == []
 
 

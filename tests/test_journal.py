@@ -32,7 +32,7 @@ def write(path: Path, *records: dict[str, Any]) -> None:
 
 def found(folder: Path, *ids: str, fingerprint: str = FINGERPRINT) -> dict[str, dict[str, Any]]:
     """The records of these ids as `scan` and `Reader` give them."""
-    places = scan(folder, {fingerprint: set(ids)})
+    places = scan(folder, {fingerprint: set(ids)}).places
     with Reader() as reader:
         return {id: orjson.loads(reader.read(place)) for (_, id), place in places.items()}
 

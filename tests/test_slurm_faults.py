@@ -115,9 +115,11 @@ def test_walltime(on_slurm: Project, cluster: Cluster, engine: ScriptedEngine) -
 
 def test_out_of_memory(on_slurm: Project, cluster: Cluster, engine: ScriptedEngine) -> None:
     """Slurm kills a job for its memory; the next attempt has more, and is one job with one attempt."""
-    registry = engine.write(hog_mb=1100, script={"latency_s": 0.1})
+    # Long enough for Slurm, which looks every few seconds.
+    registry = engine.write(hog_mb=1100, script={"latency_s": 3.0})
     on_slurm.requests(range(20))
-    campaign = on_slurm.campaign(registry=registry, resources={"mem_mb": [1000, 2500]})
+    keys = {"resources": {"mem_mb": [1000, 2500]}, "endpoint": {"concurrency": 4}}
+    campaign = on_slurm.campaign(registry=registry, **keys)
     began = cluster.next_job
     finished = on_slurm.run(campaign, timeout=300)
     assert finished.status == 0, finished.output

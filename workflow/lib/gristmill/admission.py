@@ -30,7 +30,8 @@ class Observation:
     completed: answers; completed_ever: of the whole run. latency_s: of a recent answer, on average, seconds.
     tokens: prompt and generated ones; by_engine: by its counters, as it works, rather than by the usage of answers.
     refused: 429 and 503. timeouts: requests without an answer in time. deaths: of the engine.
-    running, waiting: the engine's gauges, requests; None where it has none. kv_use: share of the KV cache in use.
+    running, waiting: the engine's gauges, requests; None where it has none. waiting is the least of the last readings,
+    for what arrives while the engine works on a step waits for the next one. kv_use: share of the KV cache in use.
     preempted: requests that the engine put back since the last decision, for want of KV cache.
     """
 
@@ -71,15 +72,17 @@ class Measurement:
 class Limit:
     """A decision: how many requests may be in flight, and why; and what the next decision needs of the past.
 
-    pinned: never changed. ramping: until a step brought nothing. settling_s: time until the limit's effect is seen, in
-    which nothing is measured. cooling_s: time after trouble, in which it stays. measured: throughput under it so far.
-    base: the limit that this one is tried against, and its throughput. calm_s: time since a step brought nothing.
+    pinned: never changed. ramping: until a step brought nothing. queued: the engine was full under it. settling_s: time
+    until the limit's effect is seen, in which nothing is measured. cooling_s: time after trouble, in which it stays.
+    measured: throughput under it so far. base: the limit that this one is tried against, and its throughput.
+    calm_s: time since a step brought nothing.
     """
 
     requests: int
     reason: str = "the start"
     pinned: bool = False
     ramping: bool = True
+    queued: bool = False
     settling_s: float = 0.0
     cooling_s: float = 0.0
     measured: Measurement = Measurement()
@@ -125,11 +128,14 @@ def _by_queue(seen: Observation, limit: Limit, running: float, waiting: float) -
         return _held(limit, limit.requests, "the engine is full")
     if seen.kv_use is not None and seen.kv_use > _KV_FULL:
         return _held(limit, limit.requests, "the KV cache is full")
+    if limit.queued and seen.full:
+        more = min(MAX_REQUESTS, limit.requests + max(target, limit.requests // 4))
+        return replace(limit, requests=more, reason="the queue ran empty", measured=Measurement(), base=None)
     return None
 
 
 def _held(limit: Limit, most: int, reason: str) -> Limit:
-    return Limit(max(1, min(limit.requests, most)), reason, ramping=False, calm_s=limit.calm_s)
+    return Limit(max(1, min(limit.requests, most)), reason, ramping=False, queued=True)
 
 
 def _by_throughput(seen: Observation, limit: Limit) -> Limit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import json
 from pathlib import Path
@@ -18,10 +19,6 @@ PLANNED = {
     "answer.confidence",
     "answer.review_below",
     "answer.retries",
-    "limits.gpu_hours",
-    "limits.requests",
-    "limits.tokens",
-    "limits.deadline",
 }
 
 
@@ -102,7 +99,9 @@ class EndpointSettings(_Model):
         {}, description="Flags of the engine, without the dashes; they win over those in the model registry."
     )
     concurrency: int | None = Field(
-        None, gt=0, description="Requests in flight. Default by engine: llamacpp 4, vllm 64, url 16."
+        None,
+        gt=0,
+        description="Requests in flight, pinned. Default: as many as the engine works on, found while it runs.",
     )
     url: str | None = Field(None, description="Base URL of a running endpoint, ending in /v1; no engine is started.")
     sidecar: str | None = Field(None, description="Folder of an endpoint that `gristmill endpoint start` started.")
@@ -138,6 +137,17 @@ class Limits(_Model):
         le=1,
         description="The run fails at its end, with everything written, if more rows are not `ok`.",
     )
+    gpu_hours: float | None = Field(None, gt=0, description="GPU-hours that all jobs of the campaign may take.")
+    requests: int | None = Field(None, gt=0, description="Requests that may be sent, retries included.")
+    tokens: int | None = Field(None, gt=0, description="Prompt and answer tokens that may be paid for.")
+    deadline: datetime.datetime | None = Field(
+        None, description="When asking must be over, such as 2027-01-31 18:00 (local time unless it has an offset)."
+    )
+
+    @field_validator("deadline")
+    @classmethod
+    def _with_zone(cls, given: datetime.datetime | None) -> datetime.datetime | None:
+        return given.astimezone() if given is not None else None
 
 
 class Campaign(_Model):
@@ -163,6 +173,10 @@ class Campaign(_Model):
     )
     shard_size: int = Field(2000, gt=0, description="Requests in a shard.")
     shards_per_group: int = Field(25, gt=0, description="Shards that share one endpoint job.")
+    dedup: bool = Field(
+        True,
+        description="Whether requests that are the same, and greedy or seeded, are sent once and answer every id.",
+    )
     limits: Limits = Field(Limits(), description="Where a run stops or fails.")
 
     @field_validator("resources")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from gristmill import __version__, endpoints, slurm
 from gristmill.campaign import json_schema, load_campaign
 from gristmill.errors import GristmillError, reported
 from gristmill.layout import Layout, find_file
+from gristmill.manifest import read_manifest
 from gristmill.processes import gristmill_command
 from gristmill.registry import load_model, model_path
 from gristmill.sidecar import LOCAL, Settings, call, on_its_node, read_sidecar
@@ -44,6 +46,11 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("campaign", type=Path, help="campaign file (YAML)")
     show.add_argument("--rows", type=int, default=10, help="how many rows (default 10)")
     show.set_defaults(do=lambda args, argv: _show(args.campaign, args.rows))
+
+    watched = commands.add_parser("watch", help="progress of a campaign while it runs")
+    watched.add_argument("campaign", type=Path, help="campaign file (YAML)")
+    watched.add_argument("--once", action="store_true", help="print it once, as where there is no terminal")
+    watched.set_defaults(do=lambda args, argv: _watch(args.campaign, args.once))
 
     schema = commands.add_parser("schema", help="print the JSON Schema of a campaign file")
     schema.set_defaults(do=lambda args, argv: print(json_schema(), end=""))
@@ -279,6 +286,16 @@ def _printable(value: object) -> object:
     if not isinstance(value, str) or value.isprintable():
         return value
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in value)
+
+
+def _watch(path: Path, once: bool) -> None:
+    from gristmill.watch import look, watch
+
+    campaign = load_campaign(path)
+    groups = read_manifest(campaign).groups
+    rows = {name: sum(shard.rows for shard in shards) for name, shards in groups.items()}
+    with contextlib.suppress(KeyboardInterrupt):
+        watch(lambda: look(campaign.campaign, rows, Layout(campaign.campaign)), once)
 
 
 def _show(path: Path, rows: int) -> None:

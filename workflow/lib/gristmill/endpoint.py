@@ -31,6 +31,7 @@ from gristmill.processes import is_alive
 from gristmill.transport import EngineClient
 
 _PROBE_S = 120.0
+_METRICS_S = 5.0
 _KEEPER = str(Path(__file__).with_name("keeper.py"))
 _PORT_TRIES = 5
 _LONGEST = 40
@@ -95,12 +96,12 @@ class AttachedEndpoint:
             await asyncio.sleep(pause)
         await self._ask()
 
-    async def _ask(self) -> None:
+    async def _ask(self, timeout_s: float = _PROBE_S) -> None:
         model = self._attachment.model
         if model is None:
-            await self.client.models.list()
+            await self.client.models.list(timeout=timeout_s)
         else:
-            await _probe(self.client, model, self._route)
+            await _probe(self.client, model, self._route, timeout_s)
 
     async def _renew(self) -> None:
         """Keep the endpoint's lease while there is work, also when no request is in flight for long."""
@@ -110,9 +111,9 @@ class AttachedEndpoint:
             with contextlib.suppress(openai.OpenAIError):
                 await self.client.post(url, cast_to=httpx2.Response, options={"timeout": _RENEW_S})
 
-    async def trouble(self) -> str | None:
+    async def trouble(self, timeout_s: float = _PROBE_S) -> str | None:
         """What a tiny generation meets, None when it succeeds."""
-        return await _trouble(self._ask())
+        return await _trouble(self._ask(timeout_s))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -124,8 +125,16 @@ class AttachedEndpoint:
     def alive(self) -> bool:
         return True
 
-    async def revive(self) -> None:
+    async def revive(self, *, counted: bool = True) -> None:
         raise EndpointGone
+
+    async def end_stuck(self) -> bool:
+        """It is not ours to end."""
+        return False
+
+    async def metrics(self) -> str:
+        """What it exports about itself. Raises openai.OpenAIError."""
+        return await _metrics(self.client, self._attachment.url.removesuffix("/v1"))
 
 
 class EngineEndpoint:
@@ -176,22 +185,37 @@ class EngineEndpoint:
     def _running(self) -> bool:
         return self._keeper is not None and self._keeper.poll() is None
 
-    async def trouble(self) -> str | None:
+    async def trouble(self, timeout_s: float = _PROBE_S) -> str | None:
         """What a tiny generation meets, None when it succeeds."""
-        return await _trouble(_probe(self.client, self._launch.names[0], self._route))
+        return await _trouble(_probe(self.client, self._launch.names[0], self._route, timeout_s))
 
-    async def revive(self) -> None:
+    async def metrics(self) -> str:
+        """What the engine exports about itself. Raises openai.OpenAIError."""
+        return await _metrics(self.client, self._address.url)
+
+    async def end_stuck(self) -> bool:
+        """End an engine that is there and does not work any more; it is then as dead as one that died."""
+        async with self._lock:
+            if self.alive():
+                await self._stop()
+        return True
+
+    async def revive(self, *, counted: bool = True) -> None:
         """Start the engine again if it died, or wait while that is done.
 
+        counted: whether it is one of the restarts that it may have.
         Raises EndpointGone when it may not be started once more, GristmillError when it does not start.
         """
         async with self._lock:
             if self.alive():
                 return
-            if self.restarts_left <= 0:
-                raise EndpointGone
-            self.restarts_left -= 1
-            print(f"{self.name} died (status {self._status()}); starting it again", file=sys.stderr, flush=True)
+            if counted:
+                if self.restarts_left <= 0:
+                    raise EndpointGone
+                self.restarts_left -= 1
+            status = self._status()
+            what = "was ended" if status is None else f"died (status {status})"
+            print(f"{self.name} {what}; starting it again", file=sys.stderr, flush=True)
             await self.client.close()
             await self._stop()
             try:
@@ -366,6 +390,11 @@ def _client(url: str, key: str, socket_path: Path | None) -> AsyncOpenAI:
     loopback = socket_path is not None or url.startswith("http://127.0.0.1:")
     http = EngineClient(socket_path, trust_env=not loopback)
     return AsyncOpenAI(base_url=url, api_key=key, max_retries=0, http_client=http)
+
+
+async def _metrics(client: AsyncOpenAI, root: str) -> str:
+    response = await client.get(f"{root}/metrics", cast_to=httpx2.Response, options={"timeout": _METRICS_S})
+    return response.content.decode("utf-8", "replace")
 
 
 async def _probe(client: AsyncOpenAI, model: str, route: str | None, timeout_s: float = _PROBE_S) -> None:

@@ -71,6 +71,40 @@ class _Tee:
         with contextlib.suppress(OSError):
             self._stream.flush()
 
+    @property
+    def log(self) -> TextIO:
+        return self._log
+
+    @property
+    def terminal(self) -> TextIO | None:
+        """The stream without the log, where it is a terminal."""
+        return self._stream if self._stream.isatty() else None
+
+    @contextlib.contextmanager
+    def through(self, stream: TextIO) -> Iterator[None]:
+        before, self._stream = self._stream, stream
+        try:
+            yield
+        finally:
+            self._stream = before
+
+
+def terminal() -> TextIO | None:
+    """Standard error where a person sees it beside a log, else None."""
+    return sys.stderr.terminal if isinstance(sys.stderr, _Tee) else None
+
+
+def on_terminal_through(stream: TextIO) -> contextlib.AbstractContextManager[None]:
+    """Meanwhile what is written to standard error reaches its terminal through `stream`, and its log as ever."""
+    return sys.stderr.through(stream) if isinstance(sys.stderr, _Tee) else contextlib.nullcontext()
+
+
+def log_line(text: str) -> None:
+    """Write a line to the log of the job, and to standard error unless that is a terminal, where a bar stands."""
+    stream = sys.stderr.log if isinstance(sys.stderr, _Tee) and sys.stderr.terminal is not None else sys.stderr
+    with contextlib.suppress(OSError):
+        print(text, file=stream, flush=True)
+
 
 @contextlib.contextmanager
 def reported(log: str | None = None) -> Iterator[None]:

@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 
 import orjson
+import psutil
 
 from gristmill import slurm
+from gristmill.admission import Limit
+from gristmill.campaign import Limits
 from gristmill.client import Window
 from gristmill.endpoint import AttachedEndpoint, EngineEndpoint
 from gristmill.engines import Attachment, Launch
 from gristmill.errors import GristmillError
-from gristmill.journal import Journal, Place, Reader, scan
+from gristmill.journal import Found, Journal, Place, Reader, scan
 from gristmill.layout import Layout
 from gristmill.lease import Lease
+from gristmill.limits import Meter
 from gristmill.manifest import Shard
+from gristmill.ordering import Queued, ordered
 from gristmill.outcomes import AnswerCheck
-from gristmill.requests import Request
+from gristmill.progress import Display
+from gristmill.requests import Request, is_repeatable
 from gristmill.shards import head, read_shard
+from gristmill.steering import Steering
 from gristmill.stopping import deadline, runner_gone, stopping
+from gristmill.telemetry import Snapshot, Telemetry
+
+_BEYOND = "raise the limit in the campaign (or remove it) and run the same command again; what was answered is kept"
+
+_attempts = count()  # of this process
 
 
 @dataclass(frozen=True)
@@ -33,7 +46,9 @@ class Job:
     """A group's job.
 
     target: gives the endpoint to attach to, or the engine to start (its address not chosen yet); called only when there
-    is something to ask. runtime_min: the time that its Slurm job asked for, minutes.
+    is something to ask. limit: the first one of requests in flight. runtime_min: the time that its Slurm job asked for,
+    minutes. limits: of the campaign, which has so many rows. gpus: of the engine. dedup: whether requests that are the
+    same and repeatable are sent once.
     """
 
     name: str
@@ -41,14 +56,24 @@ class Job:
     layout: Layout
     target: Callable[[], Attachment | Launch]
     check: AnswerCheck
-    concurrency: int
+    limit: Limit
     start_timeout_s: float
     restarts: int
     runtime_min: float | None = None
+    limits: Limits = field(default_factory=Limits)
+    rows: int = 0
+    gpus: int = 0
+    dedup: bool = True
+
+    @property
+    def size(self) -> int:
+        """Rows of the group."""
+        return sum(shard.rows for shard in self.shards)
 
     def new_attempt(self) -> str:
         """A name for this attempt, which no other has."""
-        return f"{self.name}.{slurm.this_job() or 'local'}-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
+        place = f"{slurm.this_job() or 'local'}-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
+        return f"{self.name}.{place}-{next(_attempts)}"
 
 
 def run_group(job: Job, output: Path) -> None:
@@ -61,13 +86,12 @@ def run_group(job: Job, output: Path) -> None:
     with Lease(job.layout.journal / f"{job.name}.lease", job.name, runner_gone) as lease:
         wanted = _wanted(job)
         found = scan(job.layout.journal, wanted, job.name)
-        missing = sum(map(len, wanted.values())) - len(found)
-        total = sum(shard.rows for shard in job.shards)
-        print(f"group {job.name}: {total:,} rows, {missing:,} to ask", file=sys.stderr, flush=True)
+        missing = sum(map(len, wanted.values())) - len(found.places)
+        print(f"group {job.name}: {job.size:,} rows, {missing:,} to ask", file=sys.stderr, flush=True)
         if missing:
-            _Attempt(job, lease, job.new_attempt()).ask(_pending(job, found), missing)
+            _Attempt(job, lease, job.new_attempt(), wanted, found).ask(missing)
             found = scan(job.layout.journal, wanted, job.name)
-        _write_answers(job, found, output)
+        _write_answers(job, found.places, output)
 
 
 def _wanted(job: Job) -> dict[str, set[str]]:
@@ -84,43 +108,95 @@ def _requests(job: Job) -> Iterator[Request]:
         yield from read_shard(job.layout.shards / job.name / shard.file)
 
 
-def _pending(job: Job, found: dict[tuple[str, str], Place]) -> Iterator[Request]:
-    for request in _requests(job):
-        if request.fingerprint is not None and (request.fingerprint, request.id) not in found:
-            yield request
-
-
 @dataclass(frozen=True)
 class _Attempt:
-    """One attempt of a group's job, with a journal and an engine log of its own."""
+    """One attempt of a group's job, with a journal, telemetry and an engine log of its own.
+
+    wanted: fingerprint → ids of all requests that can be sent. found: what journals answer.
+    """
 
     job: Job
     lease: Lease
     name: str
+    wanted: dict[str, set[str]]
+    found: Found
+    twins: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def engine_log(self) -> Path:
         return self.job.layout.logs / f"{self.name}.engine.log"
 
-    def ask(self, requests: Iterator[Request], total: int) -> None:
-        """Ask `total` requests. Raises GristmillError, which names every log, when some have no answer then."""
-        first = next(requests)
+    def ask(self, total: int) -> None:
+        """Ask what is missing, `total` requests. Raises GristmillError, which names every log, when some is left."""
         try:
-            target = self.job.target()
-            asyncio.run(self._ask(target, first.route, chain([first], requests), total))
+            with Journal(self.job.layout.journal / f"{self.name}.jsonl") as journal:
+                total -= self._copy_answers(journal)
+                first = next(requests := ordered(self._pending()), None)
+                if first is not None:
+                    self._refuse_beyond_limits()
+                    target = self.job.target()
+                    asyncio.run(self._ask(target, first.request.route, chain([first], requests), total, journal))
         except GristmillError as error:
             raise self._with_logs(error) from error
 
-    async def _ask(self, target: Attachment | Launch, route: str, requests: Iterator[Request], total: int) -> None:
+    def _missing(self) -> Iterator[Request]:
+        for request in _requests(self.job):
+            if request.fingerprint is not None and (request.fingerprint, request.id) not in self.found.places:
+                yield request
+
+    def _copy_answers(self, journal: Journal) -> int:
+        """Answer what an answered request of another id has asked already; gives how many those are."""
+        if not self.job.dedup or not self.found.others:
+            return 0
+        copied = 0
+        with Reader() as reader:
+            for request in self._missing():
+                place = self.found.others.get(request.fingerprint or "")
+                if place is not None and is_repeatable(request):
+                    record = {**orjson.loads(reader.read(place)), "id": request.id, "attempts": 0}
+                    journal.append(record)
+                    self.found.places[record["fingerprint"], request.id] = place
+                    copied += 1
+        return copied
+
+    def _pending(self) -> Iterator[Request]:
+        """The requests to send: of those that are the same and repeatable the first, which answers for its twins."""
+        for request in self._missing():
+            fingerprint = request.fingerprint or ""
+            if self.job.dedup and len(self.wanted[fingerprint]) > 1 and is_repeatable(request):
+                if fingerprint in self.twins:
+                    continue
+                ids = self.wanted[fingerprint]
+                self.twins[fingerprint] = sorted(id for id in ids if (fingerprint, id) not in self.found.places)
+            yield request
+
+    def _meter(self) -> Meter:
+        return Meter(self.job.limits, self.job.layout.telemetry, self.name, self.job.rows)
+
+    def _snapshot(self, total: int) -> Snapshot:
+        return Snapshot(time.time(), self.job.name, self.job.size, total)
+
+    def _refuse_beyond_limits(self) -> None:
+        """Before an engine is started for nothing."""
+        why = self._meter().reached(self._snapshot(0))
+        if why is not None:
+            raise GristmillError(f"group {self.job.name}: {why}; nothing was sent", help=_BEYOND)
+
+    async def _ask(
+        self, target: Attachment | Launch, route: str, requests: Iterator[Queued], total: int, journal: Journal
+    ) -> None:
         job, until = self.job, deadline(self.job.runtime_min)
         endpoint = self._endpoint(target, route)
-        with stopping(until, lambda: self.lease.wanted) as stop:
+        telemetry = Telemetry(job.layout.telemetry / f"{self.name}.jsonl")
+        display = Display(job.name, total)
+        since = psutil.Process().create_time()
+        steering = Steering(job.limit, self._snapshot(total), telemetry, self._meter(), job.gpus, since, display)
+        with stopping(until, lambda: self.lease.wanted) as stop, contextlib.closing(telemetry), display:
             try:
-                with Journal(job.layout.journal / f"{self.name}.jsonl") as journal:
-                    async with endpoint:
-                        window = Window(endpoint, journal, job.check, job.concurrency, total, until)
-                        stop.attach(window)
-                        tally = await window.run(requests)
+                async with endpoint:
+                    window = Window(endpoint, journal, job.check, steering, until, self.twins)
+                    stop.attach(window)
+                    tally = await window.run(requests)
             except asyncio.CancelledError as error:
                 raise GristmillError(
                     f"group {job.name}: stopped ({stop.why}) while {endpoint.name} was starting",
@@ -149,9 +225,12 @@ def _incomplete(job: Job, window: Window, total: int) -> GristmillError:
     left = total - tally.answered
     lines = [f"  {id!r}: {reason}" for id, reason in tally.unanswered[:5]]
     why = f": {window.stopped_because}" if window.stopped_because else ""
+    beyond = window.stopped_because is not None and window.stopped_because.startswith("limits.")
     return GristmillError(
         f"group {job.name}: {left:,} of {total:,} requests have no answer yet{why}" + "".join(f"\n{x}" for x in lines),
-        help="run the same command again: it asks for these alone, what was answered is in the journal; "
+        help=_BEYOND
+        if beyond
+        else "run the same command again: it asks for these alone, what was answered is in the journal; "
         "a request that fails each time must be taken out of the input",
     )
 

@@ -7,9 +7,13 @@ nothing is ever changed, and a record counts only when its newline is there, so 
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from itertools import accumulate
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -36,18 +40,22 @@ class Journal:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._size = os.fstat(self._fd).st_size
 
-    def append(self, record: dict[str, Any]) -> None:
-        """Write one record whole, or raise OSError (disk full) with the file as it was before."""
-        line = encode(record)
-        rest = memoryview(line)
+    def append(self, *records: dict[str, Any]) -> None:
+        """Write records whole, or raise OSError (disk full) with those that did not fit left out."""
+        lines = [encode(record) for record in records]
+        rest = memoryview(b"".join(lines))
+        written = 0
         try:
             while rest:
-                rest = rest[os.write(self._fd, rest) :]
+                count = os.write(self._fd, rest)
+                written, rest = written + count, rest[count:]
         except OSError as error:
+            whole = [end for end in accumulate(map(len, lines)) if end <= written]
+            self._size += whole[-1] if whole else 0
             os.ftruncate(self._fd, self._size)
             error.filename = str(self.path)
             raise
-        self._size += len(line)
+        self._size += written
 
     def close(self) -> None:
         """Flush to the disk and close; a journal without records is removed."""
@@ -68,23 +76,71 @@ class Journal:
         self.close()
 
 
+class JournalWriter:
+    """Appends to a journal from a thread of its own, so that a slow filesystem holds no request up.
+
+    Whatever has come in since the last write goes out in one. failed: called once, from that thread, with the error
+    that ends it.
+    """
+
+    def __init__(self, journal: Journal, failed: Callable[[OSError], None]) -> None:
+        self._journal, self._failed = journal, failed
+        self._queue: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
+        self._thread.start()
+
+    def put(self, record: dict[str, Any]) -> None:
+        """Have a record written."""
+        self._queue.put(record)
+
+    async def close(self) -> None:
+        """Wait until everything is written."""
+        self._queue.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _write(self) -> None:
+        ended = False
+        while not ended:
+            records = []
+            record = self._queue.get()
+            while record is not None:
+                records.append(record)
+                try:
+                    record = self._queue.get_nowait()
+                except Empty:
+                    break
+            ended = record is None
+            try:
+                self._journal.append(*records)
+            except OSError as error:
+                self._failed(error)
+                return
+
+
 def encode(record: dict[str, Any]) -> bytes:
     """A record as a line; `fingerprint` comes first, at a fixed place, so that scanning need not parse."""
     ordered = {"fingerprint": record["fingerprint"], **record}
     return orjson.dumps(ordered) + b"\n"
 
 
-def scan(folder: Path, wanted: dict[str, set[str]], group: str = "") -> dict[tuple[str, str], Place]:
+class Found(NamedTuple):
+    """Answers in journals. places: (fingerprint, id) → where; others: fingerprint → an answer to it under any id."""
+
+    places: dict[tuple[str, str], Place]
+    others: dict[str, Place]
+
+
+def scan(folder: Path, wanted: dict[str, set[str]], group: str = "") -> Found:
     """Where the answers to `wanted` (fingerprint → ids) stand in the journals of a folder.
 
     The journals of `group` are read first, the others only as long as something is missing. Of several records for
     one request the first counts, files in the order of their names. Torn lines are passed over.
     """
     missing = sum(map(len, wanted.values()))
-    found: dict[tuple[str, str], Place] = {}
+    found = Found({}, {})
     keys = {fingerprint.encode() for fingerprint in wanted}
     for path in sorted(folder.glob("*.jsonl"), key=lambda path: (not path.name.startswith(f"{group}."), path.name)):
-        if len(found) == missing:
+        if len(found.places) == missing:
             break
         for offset, line in _lines(path):
             if line[_FINGERPRINT] not in keys:
@@ -92,9 +148,11 @@ def scan(folder: Path, wanted: dict[str, set[str]], group: str = "") -> dict[tup
             record = _parse(line)
             if record is None:
                 continue
-            key = (record["fingerprint"], record["id"])
-            if key not in found and record["id"] in wanted.get(record["fingerprint"], ()):
-                found[key] = Place(path, offset, len(line))
+            fingerprint, id = record["fingerprint"], record["id"]
+            place = Place(path, offset, len(line))
+            found.others.setdefault(fingerprint, place)
+            if id in wanted.get(fingerprint, ()):
+                found.places.setdefault((fingerprint, id), place)
     return found
 
 

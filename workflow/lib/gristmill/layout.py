@@ -47,6 +47,11 @@ class Layout:
         return self.root / "journal"
 
     @property
+    def telemetry(self) -> Path:
+        """What attempts do and cost, one file each."""
+        return self.root / "telemetry"
+
+    @property
     def answers(self) -> Path:
         return self.root / "answers"
 

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -215,8 +216,10 @@ def _finish_batch(cells: list[tuple[Any, ...]], schema: pa.Schema, result: Conve
     summary = result.summary
     summary.rows += len(cells)
     summary.statuses.update(columns["status"])
-    summary.prompt_tokens += sum(filter(None, columns["prompt_tokens"]))
-    summary.completion_tokens += sum(filter(None, columns["completion_tokens"]))
+    # A row with no attempt of its own has the answer of a twin, which was paid for once.
+    paid = [bool(attempts) for attempts in columns["attempts"]]
+    summary.prompt_tokens += sum(filter(None, compress(columns["prompt_tokens"], paid)))
+    summary.completion_tokens += sum(filter(None, compress(columns["completion_tokens"], paid)))
 
 
 def answer_of(row: dict[str, Any], check: AnswerCheck) -> tuple[Answer, dict[str, Any] | None]:

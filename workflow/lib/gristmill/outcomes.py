@@ -33,13 +33,15 @@ class Final:
 class Transient:
     """Trouble that passes.
 
-    busy: the endpoint asks to wait. retry_after: seconds that it asked for. disconnected: there was no response.
+    busy: the endpoint asks to wait. retry_after: seconds that it asked for. timed_out: there was no response in time.
+    unsent: it did not reach the endpoint.
     """
 
     reason: str
     busy: bool = False
     retry_after: float | None = None
-    disconnected: bool = False
+    timed_out: bool = False
+    unsent: bool = False
 
 
 @dataclass(frozen=True)
@@ -196,8 +198,13 @@ class Answer:
 
 
 def interpret(status: int, body: str, route: str, check: AnswerCheck) -> Answer:
-    """Read a response that `classify` called final: the answer, its parts, and whether it passes the check."""
+    """Read a response that `classify` called final: the answer, its parts, and whether it passes the check.
+
+    Status 0 is none of an endpoint's: `body` has an error object by which the client itself ended the request.
+    """
     data = parse_json(body)
+    if status == 0 and isinstance(data, dict) and isinstance(error := data.get("error"), dict):
+        return Answer("error", error_code=_text(error.get("code")), error_message=_text(error.get("message")))
     verdict = _judge(status, data, body, {})
     if not isinstance(verdict, Final) or not verdict.answered:
         code, message = (verdict.code, verdict.message) if isinstance(verdict, Final) else ("rejected", verdict.reason)

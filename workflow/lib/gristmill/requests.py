@@ -82,6 +82,14 @@ def recipe(campaign: Campaign, names: tuple[str, ...] | None, template: str | No
     )
 
 
+def is_repeatable(request: Request) -> bool:
+    """Whether sending it again would give the same answer: greedy or seeded sampling, or an embedding."""
+    if request.route == "/embeddings":
+        return True
+    body: dict[str, Any] = orjson.loads(request.body)
+    return body.get("temperature") == 0 or isinstance(body.get("seed"), int)
+
+
 def fingerprint(route: str, canonical: bytes) -> str:
     """128-bit hash (32 hex digits) of a request: its route and its canonical JSON, never an address or an id."""
     return hashlib.blake2b(route.encode() + b"\n" + canonical, digest_size=16).hexdigest()

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from gristmill import slurm
+from gristmill.admission import Limit
 from gristmill.campaign import Campaign, load_campaign, parse_campaign
 from gristmill.engines import ENGINES, URL_CONCURRENCY, Address, Attachment, Launch, parallel_flags
 from gristmill.errors import GristmillError
@@ -173,10 +174,14 @@ class Run:
                 layout=self.layout,
                 target=partial(self._target, resources),
                 check=self.check,
-                concurrency=self.concurrency,
+                limit=Limit(self.concurrency, pinned=settings.concurrency is not None),
                 start_timeout_s=settings.start_timeout,
                 restarts=settings.restarts,
                 runtime_min=_minutes(resources.get("runtime")),
+                limits=self.campaign.limits,
+                rows=self.manifest.rows,
+                gpus=(slurm.gpus(resources) if self.gpus is None else self.gpus) or 0,
+                dedup=self.campaign.dedup,
             ),
             Path(output),
         )
@@ -204,7 +209,7 @@ class Run:
 
     @property
     def concurrency(self) -> int:
-        """Requests in flight."""
+        """Requests in flight, at first or pinned."""
         default = ENGINES[self.model.engine].concurrency if self.model else URL_CONCURRENCY
         return self.campaign.endpoint.concurrency or default
 

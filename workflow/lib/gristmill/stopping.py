@@ -61,12 +61,16 @@ class Stop:
             target.stop(self.why, FORCED_S)
 
     def request(self, why: str, grace_s: float | None = None) -> None:
-        """Stop. grace_s: how long what is in flight may take; unless given, less when it is not the first time."""
+        """Stop. grace_s: how long what is in flight may take; unless given, less when it is not the first time.
+
+        The first SIGINT, a person's, lets all of it finish; the second does not.
+        """
         again = self.why is not None
         if not again:
-            print(f"{why}: stopping; what was answered is kept", file=sys.stderr, flush=True)
+            more = " and what is in flight is finished (once more: it is cut off)" if why == "SIGINT" else ""
+            print(f"{why}: stopping; what was answered is kept{more}", file=sys.stderr, flush=True)
         self.why = self.why or why
-        if grace_s is None:
+        if grace_s is None and (again or why != "SIGINT"):
             # Slurm sends SIGTERM twice by itself.
             grace_s = FORCED_S if again and why != "SIGTERM" else DRAIN_S
         if self._target is not None:

@@ -13,9 +13,13 @@ from typing import Any
 
 import aiohttp
 import httpx2
+import multidict
 import yarl
 
+Headers = tuple[tuple[str, str], ...]
+
 _CONNECT_S = 30.0
+_KNOWN_HEADERS = 256
 # Engines close a connection that was idle for five seconds (uvicorn's default): one that is older may be half closed.
 _IDLE_S = 4.0
 _KEPT = {b"content-type", b"retry-after", b"retry-after-ms", b"x-request-id"}
@@ -33,32 +37,44 @@ class EngineClient(httpx2.AsyncClient):
         self._socket, self._proxies = socket, trust_env
         self._session: aiohttp.ClientSession | None = None
         self._urls: dict[str, tuple[httpx2.URL, yarl.URL]] = {}
+        self._known_headers: dict[Headers, tuple[httpx2.Headers, multidict.CIMultiDict[str]]] = {}
 
     def build_request(self, method: str, url: Any, **given: Any) -> httpx2.Request:
-        """A request with the address parsed once for all requests to it."""
+        """A request; what is the same in many of them, address and headers, is read once."""
         address = self._address(str(url))
         if given.get("params") or given.get("files") or given.get("data") or given.get("json") is not None:
             return super().build_request(method, url, **given)
-        timeout = given.get("timeout")
+        content = given.get("content") or b""
+        # A request that is given a stream adds no headers of its own; aiohttp does.
         return httpx2.Request(
             method,
             address[0],
-            headers=given.get("headers"),
-            content=given.get("content"),
-            extensions={"timeout": timeout},
+            headers=self._both_headers(tuple(given.get("headers") or ()))[0],
+            stream=httpx2.ByteStream(content),
+            extensions={
+                "seconds": _seconds(given.get("timeout")),
+                "content": content,
+                "headers": tuple(given.get("headers") or ()),
+            },
         )
 
     async def send(self, request: httpx2.Request, **given: Any) -> httpx2.Response:
         """Send it and read the whole answer. Raises httpx2.TransportError."""
         session = self._session or self._open()
+        known = request.extensions
+        if "seconds" in known:
+            headers, content, seconds = self._both_headers(known["headers"])[1], known["content"], known["seconds"]
+        else:  # made by httpx2 itself
+            headers = multidict.CIMultiDict(request.headers.multi_items())
+            content, seconds = request.content, _seconds(known.get("timeout"))
         try:
             async with session.request(
                 request.method,
                 self._address(str(request.url))[1],
-                headers=request.headers,
-                data=request.content or None,
+                headers=headers,
+                data=content or None,
                 allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(_seconds(request.extensions.get("timeout")), sock_connect=_CONNECT_S),
+                timeout=aiohttp.ClientTimeout(seconds, sock_connect=_CONNECT_S),
             ) as response:
                 content = await response.read()
         except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError) as error:
@@ -81,6 +97,14 @@ class EngineClient(httpx2.AsyncClient):
         if address is None:
             address = self._urls[url] = httpx2.URL(url), yarl.URL(url, encoded=True)
         return address
+
+    def _both_headers(self, given: Headers) -> tuple[httpx2.Headers, multidict.CIMultiDict[str]]:
+        headers = self._known_headers.get(given)
+        if headers is None:
+            if len(self._known_headers) >= _KNOWN_HEADERS:
+                self._known_headers.clear()
+            headers = self._known_headers[given] = httpx2.Headers(list(given)), multidict.CIMultiDict(given)
+        return headers
 
     def _open(self) -> aiohttp.ClientSession:
         connector: aiohttp.BaseConnector
