@@ -93,8 +93,8 @@ class _Ask:
 class Window:
     """Sends requests, as many at a time as admission allows, until they end or `stop` is called.
 
-    limit: the first one. until: deadline, monotonic seconds; no request is admitted that would not be answered before
-    it. twins: fingerprint → ids that get the answer of the one request with that fingerprint.
+    steering: decides how many. until: deadline, monotonic seconds; no request is admitted that would not be answered
+    before it. twins: fingerprint → ids that get the answer of the one request with that fingerprint.
     """
 
     def __init__(

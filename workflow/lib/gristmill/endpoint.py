@@ -56,7 +56,6 @@ class AttachedEndpoint:
     """An endpoint that somebody else runs. It is never started or ended from here."""
 
     name = "the endpoint"
-    restarts_left = 0
 
     def __init__(self, attachment: Attachment, route: str) -> None:
         self._attachment, self._route = attachment, route

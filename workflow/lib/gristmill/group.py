@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, count
 from pathlib import Path
 
@@ -170,6 +171,7 @@ class _Attempt:
                 self.twins[fingerprint] = sorted(id for id in ids if (fingerprint, id) not in self.found.places)
             yield request
 
+    @cached_property
     def _meter(self) -> Meter:
         return Meter(self.job.limits, self.job.layout.telemetry, self.name, self.job.rows)
 
@@ -178,7 +180,7 @@ class _Attempt:
 
     def _refuse_beyond_limits(self) -> None:
         """Before an engine is started for nothing."""
-        why = self._meter().reached(self._snapshot(0))
+        why = self._meter.reached(self._snapshot(0))
         if why is not None:
             raise GristmillError(f"group {self.job.name}: {why}; nothing was sent", help=_BEYOND)
 
@@ -190,7 +192,7 @@ class _Attempt:
         telemetry = Telemetry(job.layout.telemetry / f"{self.name}.jsonl")
         display = Display(job.name, total)
         since = psutil.Process().create_time()
-        steering = Steering(job.limit, self._snapshot(total), telemetry, self._meter(), job.gpus, since, display)
+        steering = Steering(job.limit, self._snapshot(total), telemetry, self._meter, job.gpus, since, display)
         with stopping(until, lambda: self.lease.wanted) as stop, contextlib.closing(telemetry), display:
             try:
                 async with endpoint:

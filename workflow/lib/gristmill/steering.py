@@ -160,9 +160,7 @@ class Steering:
 
     def _now(self, tally: Tally, in_flight: int) -> Snapshot:
         gauges = self._gauges
-        (then, answered, tokens), (now, *_) = (
-            (self._history[0], self._history[-1]) if self._history else ((0.0, 0, 0), (0.0, 0, 0))
-        )
+        (then, answered, tokens), (now, *_) = self._history[0], self._history[-1]
         seconds = max(now - then, _TICKS_S[0])
         return replace(
             self._snapshot,

@@ -44,18 +44,14 @@ class EngineClient(httpx2.AsyncClient):
         address = self._address(str(url))
         if given.get("params") or given.get("files") or given.get("data") or given.get("json") is not None:
             return super().build_request(method, url, **given)
-        content = given.get("content") or b""
+        content, headers = given.get("content") or b"", tuple(given.get("headers") or ())
         # A request that is given a stream adds no headers of its own; aiohttp does.
         return httpx2.Request(
             method,
             address[0],
-            headers=self._both_headers(tuple(given.get("headers") or ()))[0],
+            headers=self._both_headers(headers)[0],
             stream=httpx2.ByteStream(content),
-            extensions={
-                "seconds": _seconds(given.get("timeout")),
-                "content": content,
-                "headers": tuple(given.get("headers") or ()),
-            },
+            extensions={"seconds": _seconds(given.get("timeout")), "content": content, "headers": headers},
         )
 
     async def send(self, request: httpx2.Request, **given: Any) -> httpx2.Response:
